@@ -77,6 +77,66 @@ def test_options_of_the_command_line_reach_the_encoder(command, model, calls):
     assert {(call.implementation, call.dtype) for call in calls} == {(None, "float32")}
 
 
+def test_options_of_similar_reach_both_sides(model, calls, monkeypatch):
+    seen = {}
+
+    def record(name, shape):
+        def encode(self, texts, **options):
+            seen[name] = options
+            return np.ones(shape)
+
+        monkeypatch.setattr(SentenceEncoder, name, encode)
+
+    record("encode_query", (3,))
+    record("encode_document", (6, 3))
+    given = ["--devices", "0", "--batch-size", "2", "--prompt", "a "]
+    assert cli.main(["similar", "--model", model, *COMMANDS["similar"], *given]) == 0
+    common = {"batch_size": 2, "normalize_embeddings": True, "devices": [0]}
+    assert seen["encode_query"] == common | {"prompt": "a ", "prompt_name": None}
+    assert seen["encode_document"] == common | {"show_progress_bar": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--prompt", "a ", "--precision", "int8"], [{"prompt": "a ", "precision": "int8"}]),
+        (["--prompt-name", "b", "--normalize"], [{"prompt_name": "b", "normalize_embeddings": True}]),
+        (
+            ["--for", "similar", "--prompt", "a "],
+            [
+                {"prompt": "a ", "normalize_embeddings": True, "task": "query"},
+                {"normalize_embeddings": True, "task": "document"},
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_options_of_warmup_reach_the_encoder(given, expected, model, monkeypatch):
+    seen = []
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE", raising=False)
+    monkeypatch.setattr(SentenceEncoder, "warmup", lambda self, **options: seen.append(options))
+    assert cli.main(["warmup", "--model", model, "--batch-size", "2", "--devices", "0", *given]) == 0
+    common = {"batch_size": 2, "devices": [0], "show_progress_bar": True, "prompt": None, "prompt_name": None}
+    defaults = common | {"normalize_embeddings": False, "precision": "float32"}
+    assert [defaults | options for options in seen] == [defaults | options for options in expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["rerank", "--truncate-dim", "3"], "--normalize and --truncate-dim have no meaning for rerank"),
+        (["rerank", "--normalize"], "--normalize and --truncate-dim have no meaning for rerank"),
+        (["rerank", "--precision", "int8"], "--precision has no meaning for rerank"),
+        (["similar", "--precision", "int8"], "--precision has no meaning for similar"),
+    ],
+    ids=str,
+)
+def test_options_without_a_meaning_are_refused(given, message, monkeypatch, capsys):
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE", raising=False)
+    assert cli.main(["warmup", "--model", "m", "--for", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
 LOADERS = [BertModel, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification, SentenceEncoder,
            CrossEncoder]  # fmt: skip
 
