@@ -162,7 +162,7 @@ def _contrastive(
     pairs, per_query = every["doc"].shape[:2]
     pair = lax.broadcasted_iota(jnp.int32, (1, pairs, 1), 1)
     is_document = lax.broadcasted_iota(jnp.int32, (1, 1, per_query), 2) == 0
-    lowest = float(jnp.finfo(queries.dtype).min) / 2  # not an infinity: all logits of a direction may be masked
+    lowest = float(jnp.finfo(queries.dtype).min)  # not an infinity: all logits of a direction may be masked
 
     def losses(own: dict[str, Array], row: Array) -> Array:
         is_own, normalizers = row[:, None, None] == pair, []

@@ -124,11 +124,15 @@ def device() -> Device:
 def work_devices(*, many: bool) -> list[jax.Device]:
     """Returns the devices that compute by default, or an empty list where JAX computes if nothing says otherwise.
 
-    These are JAX's default device where one is set, otherwise all GPUs of this process if there are `many` batches.
+    These are JAX's default device where one is set, otherwise all GPUs of this process if there are `many` batches. Of
+    several kinds of GPUs, they are those of the first one's kind.
     """
     if jax.config.jax_default_device is not None:  # type: ignore[attr-defined]
         return [default_device()]
-    return jax.local_devices() if many and platform() in ("cuda", "rocm") else []
+    if not many or platform() not in ("cuda", "rocm"):
+        return []
+    first, *others = jax.local_devices()
+    return [first, *(other for other in others if _describe(other) == _describe(first))]
 
 
 def named_devices(where: str, devices: Any) -> list[jax.Device]:

@@ -84,6 +84,33 @@ def test_files_appear_together_at_the_end(tmp_path):
     assert names(tmp_path) == ["a", "b", "c"]
 
 
+def test_one_file_is_there_at_any_moment(tmp_path, monkeypatch):
+    """A process that is killed while it replaces the file leaves the old one or the new one."""
+    (tmp_path / "a").write_text("old")
+    seen = []
+
+    def watched(own):
+        return lambda *paths: (seen.append((tmp_path / "a").read_text()), own(*paths))
+
+    for name in ("rename", "replace", "link"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    write(tmp_path / "a")
+    assert "old" in seen and (tmp_path / "a").read_text() == "new"
+
+
+def test_file_system_without_hard_links(tmp_path, monkeypatch):
+    def no_links(*paths):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    for name in "ab":
+        (tmp_path / name).write_text("old")
+    with atomic.replacing(tmp_path / "a", tmp_path / "b") as pair:
+        for new in pair:
+            new.write_text("new")
+    assert tree(tmp_path) == {"a": "new", "b": "new"}
+
+
 def tree(folder):
     """Returns the text of all files below a folder by their path, and its folders."""
     return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
@@ -98,7 +125,8 @@ def write_tree(folder, **texts):
 def test_targets_in_subfolders_and_removed_files(tmp_path):
     write_tree(tmp_path, **{"1/a": "old", "2/a": "stale", "3/a": "stale", "3/b": "kept", "c": "stale", "a": "old"})
     targets = [tmp_path / name for name in ("new/a", "1/a", "a")]
-    without = [tmp_path / name for name in ("2/a", "3/a", "c", "4/a")]
+    (tmp_path / "d").symlink_to(tmp_path / "nowhere")
+    without = [tmp_path / name for name in ("2/a", "3/a", "c", "d", "4/a")]
     with atomic.replacing(*targets, without=without) as files:
         for file, target in zip(files, targets, strict=True):
             file.write_text(f"new {target.name}")
@@ -129,6 +157,15 @@ def test_failed_renaming_restores_subfolders_and_removed_files(tmp_path, monkeyp
             for file in files:
                 file.write_text("new")
     assert failed and tree(tmp_path) == before
+
+
+def test_temporary_folder_is_removed_where_it_cannot_be_renamed(tmp_path, monkeypatch):
+    def in_use(*paths):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", in_use)
+    write(tmp_path / "a")
+    assert tree(tmp_path) == {"a": "new"}
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
@@ -207,6 +244,12 @@ def test_impossible_target_is_named(tmp_path, target, kind, reason):
     assert names(tmp_path) == ["file"]
 
 
+def test_error_without_a_number_is_named():
+    with pytest.raises(OSError, match="cannot write x: odd") as raised, atomic.writing("x"):
+        raise OSError("odd")
+    assert raised.value.errno == errno.EIO and raised.value.strerror
+
+
 def test_next_writer_removes_what_a_killed_one_left(tmp_path):
     with holding(tmp_path / "a"):
         pass
@@ -277,7 +320,10 @@ def test_folder_that_is_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch, 
         return real(*arguments)
 
     monkeypatch.setattr({"open": os, "flock": fcntl}[step], step, late)
-    write(tmp_path / "a")
+    with atomic.replacing(tmp_path / "a") as (new,):
+        new.write_text("new")
+        atomic._remove_abandoned(tmp_path)  # as other processes do, which see the lock
+        assert new.exists()
     assert len(seen[0]) == 1 and names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "new"
 
 

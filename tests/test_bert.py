@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,25 @@ def test_config_refuses(field, value, expected):
     assert expected in str(caught.value)
 
 
+def test_config_takes_the_ends_of_ranges():
+    ends = {"hidden_dropout_prob": 1, "attention_probs_dropout_prob": 0, "initializer_range": 0, "type_vocab_size": 0}
+    config = dataclasses.replace(CONFIG, **ends, num_hidden_layers=1024, pad_token_id=CONFIG.vocab_size - 1)
+    assert dataclasses.asdict(config).items() >= ends.items()
+
+
+def test_config_refuses_two_values_of_one_field():
+    with pytest.raises(ValueError, match="qkv_bias and out_bias must be equal, they are one field, attention_bias, of"):
+        BertConfig("modernbert", qkv_bias=True, out_bias=False)
+
+
+def test_activations_have_the_names_of_transformers():
+    names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+             "relu": "relu", "silu": "silu", "swish": "silu"}  # fmt: skip
+    assert {name: BertConfig(hidden_act=name).activation for name in names} == names
+    heads = {name: BertConfig.from_dict({"model_type": "modernbert", "classifier_activation": name}) for name in names}
+    assert {name: config.head_activation for name, config in heads.items()} == names
+
+
 def test_config_names_all_problems_at_once():
     with pytest.raises(ValueError) as caught:
         BertConfig(hidden_size=-5, vocab_size=10**30, hidden_act="what", layer_norm_eps=-1, hidden_dropout_prob=2)
@@ -121,6 +141,18 @@ def test_config_counts_parameters(monkeypatch):
     monkeypatch.setattr(config_module, "_MAX_PARAMETERS", count - 1)
     with pytest.raises(ValueError, match=f"the sizes make {count} parameters"):
         dataclasses.replace(config)
+
+
+def test_config_counts_parameters_of_each_kind(monkeypatch):
+    monkeypatch.setattr(config_module, "_MAX_PARAMETERS", 0)
+
+    def count(model_type, layers):
+        with pytest.raises(ValueError, match="the sizes make") as caught:
+            BertConfig(model_type, hidden_size=24, intermediate_size=40, num_hidden_layers=layers)
+        return int(re.search(r"make (\d+) ", str(caught.value))[1])
+
+    assert count("albert", 9) == count("albert", 1) == count("bert", 1)
+    assert count("nomic_bert", 9) - count("bert", 9) == 9 * 24 * 40  # the other half of the gate
 
 
 def test_roberta_config_needs_positions_after_padding():

@@ -385,11 +385,13 @@ def test_encode_removes_what_a_killed_process_left(folder, model):
     assert names(folder) == ["other.npy", "texts.txt"]
 
 
-def test_output_follows_a_link(folder, model):
+def test_output_follows_a_link_and_keeps_the_mode(folder, model):
     Path("real.npy").write_text("an older result")
+    Path("real.npy").chmod(0o620)
     Path("out.npy").symlink_to("real.npy")
     assert cli.main(["encode", "--model", model, "texts.txt", "-o", "out.npy"]) == 0
     assert Path("out.npy").is_symlink() and np.load("real.npy").shape == (4, tiny.WIDTH)
+    assert Path("real.npy").stat().st_mode & 0o777 == 0o620
 
 
 @pytest.mark.parametrize(
@@ -755,7 +757,9 @@ def test_info_says_where_configs_come_from(capsys, monkeypatch, tmp_path):
     def configs(kind):
         with dispatch.target(kind):
             assert cli.main(["info"]) == 0
-        return re.search(r"^configs +(.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+        text = capsys.readouterr().out
+        assert "what each op runs on, 32x128 tokens of BERT-base, bfloat16:" in text
+        return re.search(r"^configs +(.*)$", text, re.MULTILINE)[1]
 
     assert configs("NVIDIA H200") == "jaxft's table, heuristics"
     assert configs("NVIDIA H100 PCIe") == "heuristics"

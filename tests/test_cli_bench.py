@@ -51,6 +51,14 @@ def test_table_json_and_chart(model, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+def test_longest_length_is_accepted(model, monkeypatch, capsys):
+    def stop(*arguments):
+        raise comparison.ComparisonError("stop")
+
+    monkeypatch.setattr(comparison, "compare", stop)
+    assert fails(capsys, "--model", model, "--batch", "1", "--length", "64") == "1x64: stop"
+
+
 def test_float8_is_timed_beside_bfloat16(tmp_path, capsys):
     tiny.write_model(tmp_path / "wide", hidden_size=128, intermediate_size=128, initializer_range=0.05)
     arguments = ["--batch", "1", "--length", "8", "--quantization", "fp8"]

@@ -120,6 +120,14 @@ def test_rows_of_zeros_have_finite_gradients(dtype):
         assert not x[place].any() and jnp.any(jnp.delete(x, place, axis=0) != 0)
 
 
+def test_short_rows_have_length_1():
+    queries, documents, _ = embeddings()
+    expected = contrastive_loss(queries, documents).total
+    np.testing.assert_allclose(contrastive_loss(queries * 1e-10, documents).total, expected, rtol=1e-5)
+    shorter = contrastive_loss(queries * 1e-16, documents).total  # divided by 1e-12
+    np.testing.assert_allclose(shorter, 6 * np.log(6), rtol=1e-2)
+
+
 def test_nan_of_an_embedding_reaches_the_loss():
     queries, documents, _ = embeddings()
     assert np.isnan(contrastive_loss(queries.at[1, 2].set(jnp.nan), documents).total)
@@ -201,7 +209,10 @@ def test_no_pairs_have_the_loss_0():
         ({"directions": "doc_to_query"}, ValueError, r"got \('doc_to_query',\)"),
         ({"directions": ("query_to_doc", "doc")}, ValueError, r"got \('query_to_doc', 'doc'\)"),
         ({"partition_mode": "both"}, ValueError, "partition_mode must be one of .*'per_direction'.*, got 'both'"),
-        ({"partition_mode": "per_direction", "directions": EVERY}, ValueError, "needs the positive in each direction"),
+        *(
+            ({"partition_mode": "per_direction", "directions": EVERY[:1] + (own,)}, ValueError, "needs the positive")
+            for own in ("query_to_query", "doc_to_doc")
+        ),
         ({"hardness_mode": "all"}, ValueError, "hardness_mode must be one of .*'all_negatives'.*, got 'all'"),
         ({"hardness_strength": 1.0}, ValueError, "hardness_strength must be .* 0 without a hardness_mode, got 1.0"),
         ({"hardness_strength": -1.0, "hardness_mode": "all_negatives"}, ValueError, "hardness_strength .* got -1.0"),
@@ -256,7 +267,7 @@ def test_matryoshka_passes_none_on():
         ({"dims": 4}, "dims must be positive integers, at least one, got 4"),
         ({"dims": (4, 2), "weights": [1.0, float("nan")]}, "weights must be finite, got nan"),
         ({"dims": (4, 2), "n_dims_per_step": 0}, "n_dims_per_step must be None or a positive integer, got 0"),
-        ({"dims": (9,)}, r"embeddings must have at least 9 components, got \(6, 8\)"),
+        ({"dims": (9, 4)}, r"embeddings must have at least 9 components, got \(6, 8\)"),
         ({"dims": (4,), "n_dims_per_step": 1}, "a key is needed with n_dims_per_step, and only then"),
         ({"dims": (4,), "loss_fn": lambda *x: 1.0}, "loss_fn must return two scalars, total and an integer labelled"),
     ],

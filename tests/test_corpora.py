@@ -563,6 +563,7 @@ def test_kept_fields_of_json(encoder):
         (["-", "-o", "x/"], "a folder of parquet files cannot be made from stdin; name the files"),
         (["a.parquet", "-o", "file"], "cannot write file: it is no folder"),
         (["a.txt", "-o", "x/", "--shard", "2/2"], "argument --shard: expected I/N with 0 <= I < N, got '2/2'"),
+        (["a.txt", "-", "-o", "x/"], "a folder of parquet files cannot be made from stdin; name the files"),
         (["a.txt", "-o", "x/", "--devices", "a"], "argument --devices: expected indices such as 0,1, got 'a'"),
         (["no.parquet", "-o", "x/"], "cannot read no.parquet: No such file or directory"),
     ],

@@ -25,7 +25,7 @@ TEXTS = tiny.texts(300)
 @pytest.mark.skipif(jax.local_device_count() >= 4, reason="the other tests have four devices already")
 def test_encoders_compute_on_four_devices():
     told = pytest_on(4, __file__)
-    assert told.count("PASSED") >= 11 and told.count("SKIPPED") == 1
+    assert told.count("PASSED") >= 13 and told.count("SKIPPED") == 1
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,15 @@ def test_work_devices(monkeypatch):
 
 
 @several
+def test_devices_of_one_call_are_of_one_kind(monkeypatch):
+    monkeypatch.setattr(dispatch, "_describe", lambda x: dispatch.Device("cuda", f"card {x.id // 2}", (9, 0)))
+    a, b, c, d = jax.local_devices()
+    assert dispatch.named_devices("encode", [3, 2]) == [d, c] and dispatch.work_devices(many=True) == [a, b]
+    with pytest.raises(ValueError, match="encode: devices must be one or more different devices of one kind, got"):
+        dispatch.named_devices("encode", [1, 2])
+
+
+@several
 def test_committed_parameters_stay(folder, used, monkeypatch):
     monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices())
     encoder = SentenceEncoder.from_pretrained(folder)
@@ -156,6 +165,20 @@ def test_parameters_are_copied_once(encoder, monkeypatch):
     encoder.embedder = jax.tree.map(lambda x: 2 * x, encoder.embedder)
     assert np.abs(encoder.encode(TEXTS, devices=[1]) - before).max() > 1e-3
     assert copied == [jax.devices()[1]] * 2
+
+
+@several
+def test_parameters_may_be_on_another_device(folder, used, monkeypatch):
+    first, *_, last = jax.devices()
+    with jax.default_device(last):
+        encoder = SentenceEncoder.from_pretrained(folder)
+    copied, put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, device: copied.append(device) or put(x, device))
+    for device in (last, first):
+        encoder.encode(TEXTS[:9], devices=[device])
+        assert {*used} == {device}
+        used.clear()
+    assert copied == [last, first]
 
 
 @several

@@ -152,6 +152,12 @@ def test_residual_beside_float8_is_checked(residual, error, message):
         )  # fmt: skip
 
 
+def test_kernel_refuses_sizes_beyond_32_bits():
+    run = functools.partial(jaxft.dense, dtype=jnp.bfloat16, implementation="triton")
+    with pytest.raises(NotImplementedError, match="x has 1073741825 rows, the kernels take at most 2"):
+        jax.eval_shape(run, of((2**30 + 1, 16), FLOAT8), of((16, 32), FLOAT8), kernel_scale=of((32,), jnp.float32))
+
+
 def test_gradient_raises_by_name():
     f = dense_arrays(4, 16, 8)
 

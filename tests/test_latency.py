@@ -148,6 +148,7 @@ def test_other_embeddings_are_not_timed(model, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--latency", "--batch", "1"], "--batch has no meaning with --latency"),
+    (["--latency", "--chart", "out.png"], "--chart has no meaning with --latency"),
     (["--latency", "--length", "8"], "--length has no meaning with --latency"),
     (["--callers", "2"], "--callers has no meaning without --latency"),
     (["--calls", "2"], "--calls has no meaning without --latency"),
@@ -155,3 +156,11 @@ def test_other_embeddings_are_not_timed(model, monkeypatch, capsys):
 ])  # fmt: skip
 def test_options_of_the_other_kind_are_errors(model, capsys, options, message):
     assert fails(capsys, "--model", model, *options) == message
+
+
+def test_options_reach_the_comparison(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(latency, "compare", lambda *arguments: seen.append(arguments) or {})
+    for given in ([], ["--callers", "2", "1", "2", "--calls", "7", "--quantization", "fp8", "--dtype", "float16"]):
+        assert cli.main(["bench", "--latency", "--model", model, *given]) == 0
+    assert [options for _, *options in seen] == [["float32", [1, 8], 200, None], ["float16", [2, 1], 7, "fp8"]]

@@ -437,6 +437,18 @@ def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
     assert sizes.bound(text) >= found and sizes.size(text, rough=0) >= found
 
 
+def test_added_tokens_that_count_after_normalization_grow():
+    tokenizer = with_added(unigram(normalizers.Replace("a", "bc" * 20)), AddedToken("ab", normalized=True))
+    assert growth.Growth(tokenizer).size("ab" * 9, rough=0) == 9 * 41
+
+
+def test_each_pre_tokenizer_puts_a_character_before_words():
+    tokenizer, text = unigram(None), "a " * 100
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace("_"), pre_tokenizers.Metaspace("-")])
+    found, sizes = letters(tokenizer, text), growth.Growth(tokenizer)
+    assert found > 300 and sizes.bound(text) >= found and sizes.size(text, rough=0) >= found
+
+
 def test_replacements_are_counted_before_they_are_made(monkeypatch):
     monkeypatch.setattr(growth, "MOST", 3000)
     sizes = growth.Growth(unigram(normalizers.Replace("a", "b" * 1000)))

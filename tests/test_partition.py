@@ -60,7 +60,8 @@ def test_fsdp_divides_the_axis_with_most_factors_of_two():
 
 
 def test_a_model_axis_leaves_a_gated_feed_forward_network_whole():
-    gated = BertModel(BertConfig.from_dict(SIZES | {"model_type": "modernbert", "pad_token_id": 0}), rngs=nnx.Rngs(0))
+    config = BertConfig.from_dict(SIZES | {"model_type": "modernbert", "pad_token_id": 0, "mlp_bias": True})
+    gated = BertModel(config, rngs=nnx.Rngs(0))
     assert divided(partition_specs(gated, model_axis="m")) == {"out_kernel": ("m", None)}
 
 

@@ -1,6 +1,9 @@
 """Options that a function only passes on: what they are for must happen."""
 
+import contextlib
+import functools
 import io
+import itertools
 import sys
 from typing import NamedTuple
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxft
 import tiny
 from jaxft import (
     BertForMaskedLM,
@@ -19,9 +23,11 @@ from jaxft import (
     CrossEncoder,
     SentenceEncoder,
     cli,
+    dispatch,
 )
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import bert
+from jaxft.training import contrastive_loss
 
 
 class Call(NamedTuple):
@@ -69,6 +75,66 @@ def test_options_of_the_command_line_reach_the_encoder(command, model, calls):
     assert cli.main([command, "--model", model, *COMMANDS[command]]) == 0
     assert max(call.rows for call in calls) > 2
     assert {(call.implementation, call.dtype) for call in calls} == {(None, "float32")}
+
+
+def test_options_of_similar_reach_both_sides(model, calls, monkeypatch):
+    seen = {}
+
+    def record(name, shape):
+        def encode(self, texts, **options):
+            seen[name] = options
+            return np.ones(shape)
+
+        monkeypatch.setattr(SentenceEncoder, name, encode)
+
+    record("encode_query", (3,))
+    record("encode_document", (6, 3))
+    given = ["--devices", "0", "--batch-size", "2", "--prompt", "a "]
+    assert cli.main(["similar", "--model", model, *COMMANDS["similar"], *given]) == 0
+    common = {"batch_size": 2, "normalize_embeddings": True, "devices": [0]}
+    assert seen["encode_query"] == common | {"prompt": "a ", "prompt_name": None}
+    assert seen["encode_document"] == common | {"show_progress_bar": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--prompt", "a ", "--precision", "int8"], [{"prompt": "a ", "precision": "int8"}]),
+        (["--prompt-name", "b", "--normalize"], [{"prompt_name": "b", "normalize_embeddings": True}]),
+        (
+            ["--for", "similar", "--prompt", "a "],
+            [
+                {"prompt": "a ", "normalize_embeddings": True, "task": "query"},
+                {"normalize_embeddings": True, "task": "document"},
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_options_of_warmup_reach_the_encoder(given, expected, model, monkeypatch):
+    seen = []
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE", raising=False)
+    monkeypatch.setattr(SentenceEncoder, "warmup", lambda self, **options: seen.append(options))
+    assert cli.main(["warmup", "--model", model, "--batch-size", "2", "--devices", "0", *given]) == 0
+    common = {"batch_size": 2, "devices": [0], "show_progress_bar": True, "prompt": None, "prompt_name": None}
+    defaults = common | {"normalize_embeddings": False, "precision": "float32"}
+    assert [defaults | options for options in seen] == [defaults | options for options in expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["rerank", "--truncate-dim", "3"], "--normalize and --truncate-dim have no meaning for rerank"),
+        (["rerank", "--normalize"], "--normalize and --truncate-dim have no meaning for rerank"),
+        (["rerank", "--precision", "int8"], "--precision has no meaning for rerank"),
+        (["similar", "--precision", "int8"], "--precision has no meaning for similar"),
+    ],
+    ids=str,
+)
+def test_options_without_a_meaning_are_refused(given, message, monkeypatch, capsys):
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE", raising=False)
+    assert cli.main(["warmup", "--model", "m", "--for", *given]) == 2
+    assert message in capsys.readouterr().err
 
 
 LOADERS = [BertModel, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification, SentenceEncoder,
@@ -131,3 +197,65 @@ def test_options_of_the_encoders_reach_their_parts(model, tmp_path, calls):
     calls.clear()
     scorer.rank("a bird", TEXTS, batch_size=2)
     assert max(call.rows for call in calls) == 2
+
+
+def precisions(jaxpr):
+    """Yields the precision of each matmul in a program, also of those inside of other programs."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for value in jax.tree.leaves([*equation.params.values()]):
+            if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
+                yield from precisions(value)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jax.numpy.float32)
+
+
+WITH_PRECISION = {
+    "dense": (functools.partial(jaxft.dense, activation="gelu"), f32(32, 64), f32(64, 128), f32(128)),
+    "dense with a gate": (functools.partial(jaxft.dense, activation="gelu", gate="first"), f32(32, 64), f32(64, 128)),
+    "dense_rotary": (
+        lambda *arrays, **options: jaxft.dense_rotary(*arrays, np.arange(16), num_heads=2, **options),
+        f32(2, 16, 64), f32(64, 192), f32(192),
+    ),
+    "dense_residual_layer_norm": (
+        jaxft.dense_residual_layer_norm, f32(32, 64), f32(64, 128), f32(128), f32(32, 128), f32(128), f32(128)
+    ),
+    "feed_forward_residual_layer_norm": (
+        jaxft.feed_forward_residual_layer_norm, f32(32, 64), f32(64, 128), f32(128), f32(128, 64), f32(64), f32(64),
+        f32(64),
+    ),
+}  # fmt: skip
+OF_XLA = {
+    "linear_cross_entropy": (
+        lambda *arrays, **options: jaxft.linear_cross_entropy(*arrays, np.arange(32), **options).mean,
+        f32(32, 64), f32(128, 64),
+    ),
+    "contrastive_loss": (
+        lambda *arrays, implementation, **options: contrastive_loss(*arrays, **options).mean,
+        f32(32, 64), f32(32, 64), f32(32, 2, 64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*itertools.product(WITH_PRECISION, ["xla", "triton", None]), *itertools.product(OF_XLA, ["xla"])],
+)
+def test_precision_reaches_every_matmul(name, implementation):
+    """A CPU multiplies float32 in full precision anyway. Without an implementation, the op is traced for a GPU."""
+    op, *arrays = (WITH_PRECISION | OF_XLA)[name]
+
+    def found(precision):
+        def total(*arrays):
+            return jax.numpy.sum(op(*arrays, precision=precision, implementation=implementation))
+
+        on = dispatch.target() if implementation is None else contextlib.nullcontext()
+        with jax.default_matmul_precision("default"), on:
+            program = jax.make_jaxpr(jax.grad(total, argnums=range(len(arrays))))(*arrays)
+        return [*precisions(program.jaxpr)]
+
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert len(found("highest")) > 2 and {*found("highest")} == {highest} and highest not in found(None)

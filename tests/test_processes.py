@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -124,6 +125,42 @@ def test_interrupted_call_leaves_no_answer_to_the_next(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             made("four")
     assert [made("three"), made("six")] == [5, 3] and made.ready == 1
+
+
+def test_threads_that_wait_for_a_process_notice_its_end():
+    made = Processes(eval, 1)
+    wait(lambda: made.ready)
+    results = []
+    calls = ["__import__('time').sleep(600)", "3", "4"]
+    threads = [threading.Thread(target=lambda c=call: results.append(made(c)), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    wait(lambda: made._idle.empty())
+    time.sleep(0.1)  # until the others wait
+    made._started[0].kill()
+    wait(lambda: not any(thread.is_alive() for thread in threads))
+    assert None in results and made.ready == 0
+
+
+@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+def test_process_survives_errors_of_its_function(error):
+    """A panic of the tokenizers library is no Exception."""
+    made = Processes(eval, 1)
+    wait(lambda: made.ready)
+    assert made(f"(_ for _ in ()).throw({error})") is None and made("3") == 3 and made.ready == 1
+
+
+def test_processes_get_no_signals_of_the_terminal():
+    made = Processes(eval, 1)
+    wait(lambda: made.ready)
+    assert os.getsid(made._started[0].pid) != os.getsid(0)
+    assert made("__import__('os').environ['RAYON_NUM_THREADS']") == "8"
+
+
+def test_forked_process_ends_none_of_its_parent():
+    ended = threading.Event()
+    processes._end(os.getppid(), ended, [None])
+    assert not ended.is_set()
 
 
 def test_tokenizer_that_cannot_be_sent_stays_with_threads(caplog):
@@ -251,3 +288,6 @@ def test_processes_are_one_for_eight_cores(on_gpus, monkeypatch):
     assert processes.suitable() == 2
     monkeypatch.setenv("RAYON_NUM_THREADS", "0")  # all
     assert processes.suitable() == 2
+    for value, expected in (("true", 2), ("1", 2), ("0", 0), ("", 0), ("OFF", 0), ("no", 0), ("n", 0), ("f", 0)):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        assert processes.suitable() == expected, value

@@ -7,6 +7,7 @@ import types
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -105,6 +106,7 @@ def test_name_depends_on_each_fact_about_an_array(model, folder):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     ids = [x, jax.device_put(x, device), jax.device_put(x, sharding), jax.numpy.asarray(1), x[0, 0], x[0, 0] > 0]
     assert not ids[0].committed and ids[1].committed and ids[3].weak_type and not ids[4].weak_type
+    ids += [np.zeros((2, 8), dtype) for dtype in (np.int32, np.int8)]
     names = [name_of(encoder, ids=x) for x in ids]
     with jax.set_mesh(mesh):
         names.append(name_of(encoder, ids=x))
@@ -148,8 +150,11 @@ def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
         (tmp_path / name).write_text(content)
         programs._sources.cache_clear()
         found.add(programs._sources())
+    (tmp_path / "text" / "c.py").rename(tmp_path / "text" / "d.py")
     programs._sources.cache_clear()
-    assert len(found) == 4
+    found.add(programs._sources())
+    programs._sources.cache_clear()
+    assert len(found) == 5
 
 
 def test_loaded_program_is_for_its_settings_and_parameters(model, folder, lowered):
@@ -289,12 +294,35 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
 
 
 def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):
-    (*_, last), asked = jax.devices(), []
+    home, asked = types.SimpleNamespace(client="a client"), []  # not the first device
     monkeypatch.setattr(
         programs.serialize_executable, "deserialize_and_load", lambda *_, **options: asked.append(options)
     )
-    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), last, None)
-    assert asked == [{"backend": last.client, "execution_devices": [last]}]
+    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), home, None)
+    assert asked == [{"backend": "a client", "execution_devices": [home]}]
+
+
+def test_state_has_what_may_change_between_calls():
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.zeros(3)
+    before = programs.state([[x]])
+    assert programs.state([[x + 1]]) == before
+    others = [x.astype("bfloat16"), jnp.zeros(4), jax.device_put(x, jax.devices()[0])]
+    assert before not in [programs.state([[other]]) for other in others]
+    for context in (dispatch.target(), jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(True)):
+        with context:
+            assert programs.state([[x]]) != before
+
+
+@pytest.mark.parametrize(("reason", "stays"), [("RESOURCE_EXHAUSTED: 9 GB", True), ("INVALID_ARGUMENT: x", False)])
+def test_program_without_memory_stays(folder, monkeypatch, reason, stays):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(reason)
+
+    monkeypatch.setattr(programs.serialize_executable, "deserialize_and_load", fail)
+    compilation_cache.write("jaxft-4", content := pickle.dumps((False, b"", None, None)))
+    assert programs.load("jaxft-4", content, jax.devices()[0], None) is None
+    assert (compilation_cache.read("jaxft-4") is not None) == stays
 
 
 def test_size_is_limited(folder):

@@ -287,5 +287,12 @@ def test_errors(call, error, message):
         call()
 
 
+def test_kernel_refuses_sizes_beyond_32_bits():
+    x = jax.ShapeDtypeStruct((2**28 + 1, 3, 4, 8), jnp.float32)
+    positions = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
+    with pytest.raises(NotImplementedError, match="qkv has 3221225484 rows, the kernels take at most 2"):
+        jax.eval_shape(functools.partial(jaxft.rotary, implementation="triton"), x, positions)
+
+
 def test_whole_head_may_be_named():
     np.testing.assert_array_equal(jaxft.rotary(X, P, rotary_dim=8), jaxft.rotary(X, P))

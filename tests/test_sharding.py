@@ -399,6 +399,18 @@ def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-4)) for a, b in pairs)
 
 
+def division(arguments, results, shapes, specs, mesh=(2, 2), mapped=False, **rule):
+    """Returns how a kernel divides the named axes of arrays, whose shardings are mesh axes for each axis."""
+    from jaxft.ops.sharding import Rule, _Layout, _names_of
+
+    count, arrays = arguments.count(",") + 1, [*map(np.empty, shapes)]
+    names = _names_of(arguments, arrays[:count]), _names_of(results, arrays[count:])
+    if mapped:
+        names = [[("v0", *own) for own in part] for part in names]
+    layout = _Layout(Rule("op", arguments, results, **rule), *names, shapes[:count], shapes[count:])
+    return layout.division(specs, dict(zip(("data", "model"), mesh, strict=True)))
+
+
 def without_order(shape):
     """Returns the sizes that tell a shape apart: XLA may sum a transposed array."""
     return tuple(sorted(size for size in shape if size > 1))
@@ -647,3 +659,79 @@ def measure_all_explicit(file: str, name: str) -> None:
 
 if __name__ == "__main__":
     {"ops": measure_all, "explicit": measure_all_explicit, "train": train}[sys.argv[1]](*sys.argv[2:])
+
+
+BOTH_AXES, DATA, MODEL, NONE = ("data", "model"), ("data",), ("model",), ()
+
+
+@pytest.mark.parametrize(
+    ("specs", "mesh", "expected"),
+    [
+        ([(DATA, NONE), (NONE,), (DATA, NONE)], (2, 2), {"r": DATA}),
+        ([(NONE, NONE), (NONE,), (DATA, NONE)], (2, 2), {"r": DATA}),  # as the result is wanted
+        ([(DATA, NONE), (DATA,), (NONE, NONE)], (2, 2), {"r": DATA}),  # one mesh axis divides one axis only
+        ([(DATA, NONE), (MODEL,), (MODEL, DATA)], (2, 2), {"r": DATA, "c": MODEL}),  # arguments come first
+        ([(BOTH_AXES, NONE), (NONE,), (NONE, NONE)], (2, 2), {"r": BOTH_AXES}),
+        ([(BOTH_AXES, NONE), (NONE,), (NONE, NONE)], (2, 4), {}),  # 12 rows and 8 devices
+        ([(BOTH_AXES, NONE), (NONE,), (NONE, NONE)], (1, 4), {"r": MODEL}),
+        ([(DATA, NONE), (NONE,), (NONE, NONE)], (1, 4), {}),
+    ],
+    ids=str,
+)
+def test_mesh_axes_divide_axes_of_an_op(specs, mesh, expected):
+    assert division("r c, c", "r c", [(12, 6), (6,), (12, 6)], specs, mesh) == expected
+
+
+def test_array_that_is_not_read_divides_nothing(caplog):
+    assert division("r c, _ _", "r c", [(12, 6), (12, 6), (12, 6)], [(NONE, NONE), (DATA, MODEL), (NONE, NONE)]) == {}
+    assert not caplog.text
+
+
+def test_axes_may_be_broadcast_or_flattened():
+    shapes = [(12, 6), (1, 6), (24, 6), (12, 6)]
+    for specs, expected in (
+        ([(NONE, NONE), (NONE, NONE), (DATA, NONE), (NONE, NONE)], {"r": DATA}),  # 24 rows are 12 times 2
+        ([(NONE, NONE), (DATA, NONE), (NONE, NONE), (NONE, NONE)], {}),
+    ):
+        assert division("r c, r c, r c", "r c", shapes, specs) == expected
+    assert division("r, r", "r", [(12,), (24,), (24,)], [(NONE,), (DATA,), (NONE,)], (8, 2)) == {}  # 12 rows of 2
+    assert division("r, r", "r", [(12,), (18,), (12,)], [(NONE,), (DATA,), (NONE,)]) == {}  # 18 rows are no multiple
+
+
+def test_axes_of_sums_are_whole_under_vmap():
+    shapes, specs = [(12, 6), (6, 4), (12, 4)], [(NONE, DATA), (DATA, NONE), (NONE, NONE)]
+    options = {"contracted": {"k": None}}
+    assert division("r k, k c", "r c", shapes, specs, **options) == {"k": DATA}
+    shapes, specs = [(3, *shape) for shape in shapes], [(NONE, *spec) for spec in specs]
+    assert division("r k, k c", "r c", shapes, specs, mapped=True, **options) == {}
+
+
+def test_shards_that_the_kernel_does_not_take_are_whole(caplog):
+    seen = []
+
+    def legal(shapes):
+        seen.append(shapes)
+        return shapes[1] == (6,)
+
+    shapes, specs = [(12, 6), (6,), (12, 6)], [(DATA, MODEL), (MODEL,), (NONE, NONE)]
+    assert division("r c, c", "r c", shapes, specs, legal=legal) == {"r": DATA}
+    assert seen == [[(6, 3), (3,)], [(6, 6), (6,)]]
+    assert "does not support the shards that come of a division over model" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_whole_axes_are_logged_for_arguments_only(caplog, place):
+    from jaxft import dispatch
+
+    dispatch.log_once.cache_clear()
+    specs = [(NONE, NONE), (NONE,), (NONE, NONE)]
+    specs[place] = (NONE, DATA)
+    assert division("r D, D", "r D", [(12, 6), (6,), (12, 6)], specs) == {}
+    assert ("axis 1 of an array (12, 6) is divided over data" in caplog.text) == (place == 0)
+
+
+def test_rows_of_a_shard_follow_each_other_with_dropout():
+    from jaxft.ops.sharding import rows_of
+
+    assert rows_of((4, 6, 8), dropout=False) == "t0 t1 t2" and rows_of((4, 6, 8), dropout=True) == "t0 T1 T2"
+    assert rows_of((1, 6, 8), dropout=True) == "t0 t1 T2" and rows_of((1, 1), dropout=True) == "t0 T1"

@@ -237,7 +237,7 @@ class BertConfig:
 
 
 _BERT_FIELDS = tuple(field.name for field in dataclasses.fields(BertConfig))[:14]
-_UNWRITTEN = ("rope_theta", "local_rope_theta", "rope_factor", "layer_types")  # `dialects.write` writes them
+_UNWRITTEN = ("rope_theta", "local_rope_theta", "rope_factor")  # `dialects.write` writes them under other names
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> str:

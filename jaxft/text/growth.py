@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 AT_ONCE = 1 << 20  # characters after normalization that one call of the tokenizers library gets; about 130 MB
 MOST = 1_600_000  # characters after normalization of one text; about 400 MB
 _COMPATIBLE, _CANONICAL = 18, 4  # most characters from one: NFKC or NFKD; other normalizers that know Unicode
-_AROUND = 8  # characters before a slice that may be normalized together with it
 
 
 class Growth:
@@ -73,9 +72,8 @@ class Growth:
                 size = without + (marked - without) * len(step["content"])
             else:
                 size, length = 0, max(int(MOST / max(_factors(step))), 1)
-                for first in range(0, len(text), length):
-                    start = max(first - _AROUND, 0)
-                    size += len(normalize(text[start : first + length])) - len(normalize(text[start:first]))
+                for first in range(0, len(text), length):  # nearly the size: cuts may separate what belongs together
+                    size += len(normalize(text[first : first + length]))
                     if size > MOST:
                         break
             if size > MOST:
@@ -171,7 +169,7 @@ def _rules(step: dict[str, Any]) -> list[str]:
     """Returns the replacements of SentencePiece's rules, each of which replaces at least one character."""
     rules = base64.b64decode(step["precompiled_charsmap"])
     replacements = rules[4 + int.from_bytes(rules[:4], "little") :]
-    return ["x", *(text.decode(errors="replace") for text in replacements.split(b"\0"))]
+    return [text.decode(errors="replace") for text in replacements.split(b"\0")]
 
 
 def _normalizer(step: dict[str, Any]) -> Any:

@@ -96,7 +96,7 @@ def _start(data: bytes, ended: threading.Event, started: Any, alive: Any, idle: 
     command = [sys.executable, "-P", "-c", "from jaxft.text import processes; processes.serve()"]
     worker = None
     try:
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
+        path = os.pathsep.join(path for path in sys.path if isinstance(path, str))
         worker = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path, "RAYON_NUM_THREADS": str(_CORES)}, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=_PIPE,
