@@ -44,7 +44,7 @@ def _tiles_back_to_back(p: Problem, block: int) -> Tiles:
     offsets, ends = p.rules.cu_seqlens, p.rules.query_lengths
     assert offsets is not None and ends is not None
     lengths, index = jnp.maximum(offsets[1:] - offsets[:-1], 0), jnp.arange(p.batch, dtype=jnp.int32)[None]
-    count = lax.div(lengths + (block - 1), block)[None]
+    count = _div(lengths + (block - 1), block)[None]
     sooner = (ends[None] > ends[:, None]) | ((ends[None] == ends[:, None]) & (index < index.T))
     first = jnp.sum(jnp.where(sooner, count, 0), axis=1, dtype=jnp.int32)
     tile = jnp.arange(p.tiles_back_to_back(block), dtype=jnp.int32)[:, None]
@@ -84,6 +84,11 @@ def spans_of_keys(p: Problem, block_q: int, block_k: int) -> Array | None:
     return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q)
 
 
+def _div(x: Array, divisor: int) -> Array:
+    """Divides numbers from 0 on, rounded down. In JAX's 64-bit mode a Python number would become an int64."""
+    return lax.div(x, x.dtype.type(divisor))
+
+
 def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: int) -> Array | None:
     r, (before, after) = p.rules, window
     lengths = (r.query_lengths, r.key_lengths, r.query_ids, before, after)
@@ -101,8 +106,8 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     last = other.end if after is None else jnp.minimum(stop + after, other.end)
     full_from = jnp.int32(0) if before is None else jnp.maximum(stop - 1 - before, 0)
     full_to = other.full if after is None else jnp.minimum(start + after + 1, other.full)
-    full_to = jnp.where(stop <= own.full, full_to, 0)
-    full_start, full_stop = lax.div(full_from + other_block - 1, other_block), lax.div(full_to, other_block)
+    full_to = jnp.where(stop <= own.full, full_to, jnp.int32(0))
+    full_start, full_stop = _div(full_from + other_block - 1, other_block), _div(full_to, other_block)
     if own.ids is not None and other.ids is not None:
         low, high = (x[:, :, None] for x in _range_of_ids(own, block))
         other_low, other_high = (x[:, None, :] for x in _range_of_ids(other, other_block))
@@ -116,10 +121,10 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
         later = ~same & (index >= begin[:, :, None])
         full_start = jnp.maximum(full_start, begin)
         full_stop = jnp.minimum(full_stop, jnp.min(jnp.where(later, index, index.size), axis=2))
-    last = jnp.where(stop > start, last, 0)
+    last = jnp.where(stop > start, last, jnp.int32(0))
     first = jnp.minimum(first, last)
-    end = lax.div(last + (other_block - 1), other_block)
-    full_start = jnp.clip(full_start, lax.div(first, other_block), end)
+    end = _div(last + (other_block - 1), other_block)
+    full_start = jnp.clip(full_start, _div(first, other_block), end)
     full_stop = jnp.clip(full_stop, full_start, end)
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
     column = jnp.arange(len(columns), dtype=jnp.int32)[None, None]
