@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,17 +42,20 @@ def assert_span(span, start, block, other_block, mask, exact=False):
         assert full or not (exact and whole), f"block {i} is whole from {start} on"
 
 
-@pytest.mark.parametrize("rules", ["window", "lengths", "several", *slow("mask", "ids", "sorted ids")])
+@pytest.mark.parametrize("rules", ["window", "query lengths", "lengths", "several", *slow("mask", "ids", "sorted ids")])
 @pytest.mark.parametrize("seed", seeds(4))
 def test_spans_hold_every_allowed_pair(seed, rules):
-    """Windows end next to the edges of blocks. A causal window has no keys after the query."""
+    """Windows end next to the edges of blocks. A causal window has no keys after the query.
+
+    The spans are the same in JAX's 64-bit mode.
+    """
     rng = np.random.default_rng([seed, *rules.encode()])
     batch, queries, keys, blocks = 2, *(int(n) for n in rng.choice(SIZES, 2)), [int(n) for n in rng.choice([16, 32], 2)]
     window = random_window(rng, queries, keys)
     window = (window[0], 0 if rng.random() < 0.3 else window[1])
     mask, given = np.broadcast_to(in_window(queries, keys, window), (batch, queries, keys)), {}
-    if rules in ("lengths", "several"):
-        for name, axis, size in (("query_lengths", 1, queries), ("key_lengths", 2, keys)):
+    if rules in ("query lengths", "lengths", "several"):
+        for name, axis, size in (("query_lengths", 1, queries), ("key_lengths", 2, keys))[: 1 + ("query" not in rules)]:
             lengths = rng.integers(0, size + 3, batch, np.int32)
             mask = mask & np.expand_dims(np.arange(size) < lengths[:, None], 3 - axis)
             given[name] = lengths
@@ -71,6 +75,9 @@ def test_spans_hold_every_allowed_pair(seed, rules):
         if spans is None:
             assert mask.all()
             continue
+        with jax.enable_x64(True):
+            wide = spans_of(p, *blocks)
+        assert wide.dtype == spans.dtype == jnp.int32 and (wide == spans).all()
         spans = np.asarray(spans)
         assert spans.shape[0] in (1, batch) and spans.shape[1] == -(-pairs.shape[1] // block)
         for sequence in range(batch):
