@@ -366,6 +366,7 @@ IN_GRADIENTS = "as it was; in gradients "
 @pytest.mark.parametrize(
     ("fn", "shapes", "reason", "implementation"),
     [
+        pytest.param(lambda x: jax.nn.gelu(x, approximate=False), [ROWS], "an element-wise chain", "", id="GELU alone"),
         pytest.param(jax.nn.softmax, [(100, 1000)], "a small array", "", id="small softmax"),
         pytest.param(jax.nn.softmax, [ROWS], "", "triton", id="softmax"),
         pytest.param(lambda x: jax.nn.softmax(jnp.sin(x)), [ROWS], "", IN_GRADIENTS + "triton", id="softmax of a sine"),
@@ -397,7 +398,7 @@ def test_on_a_gpu_xla_keeps_what_was_measured_as_slower(fn, shapes, reason, impl
     [
         "two norms of one array, in Flax",
         "the loss of labels",
-        "a softmax with where=",
+        "dropout",
         "a BERT layer",
         "a scan of ViT blocks",
     ],

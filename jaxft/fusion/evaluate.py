@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxft.fusion.graph import Graph, Node, Var, open_jaxpr, varying
 from jaxft.fusion.plan import SCOPE, Found, Miss, find_sites, judge
-from jaxft.fusion.site import Options, Site
+from jaxft.fusion.site import Options, Site, region
 from jaxft.ops import transforms
 
 # Primitives whose programs are fused too, with the names of the programs.
@@ -36,7 +36,6 @@ class Program:
                     name = node.params.get("name") or node.name
                     label = f"{node.scopes}/{name}" if node.scopes else name
                     self.bodies[node] = [Program(body, options, label, cache) for body in every]
-        self.replaced = {site: self._replaced(site) for site in self.found.sites.values() if site.in_gradients_only}
         self.order = self._order()
         # A site inside of a larger one is not run.
         self.found.sites = {v: site for v, site in self.found.sites.items() if site in self.order}
@@ -69,8 +68,7 @@ class Program:
                 if maker is None or maker in done:
                     stack.pop()
                     continue
-                operands = list(maker.inputs if isinstance(maker, Site) else maker.ins)
-                operands += self.replaced[maker][1] if maker in self.replaced else []
+                operands = maker.inputs if isinstance(maker, Site) else maker.ins
                 needed = [makers[v] for v in map(g.find, operands) if v in makers and v not in g.uniform]
                 needed = [above for above in needed if above not in done]
                 if needed:
@@ -80,39 +78,25 @@ class Program:
                     order.append(stack.pop())  # type: ignore[arg-type]
         return order
 
-    def _replaced(self, site: Site) -> tuple[list[Node], list[Var]]:
-        """Returns the nodes that a site replaces, in order, and the values that they read."""
-        g, nodes, leaves = self.graph, set[Node](), dict[Var, None]()
-        stack = [g.find(v) for v in site.outs]
-        while stack:
-            v = stack.pop()
-            node = g.defs.get(v)
-            if v in g.uniform or node in nodes:
-                continue
-            if node in site.region:
-                nodes.add(node)
-                stack += map(g.find, node.ins)
-            else:
-                leaves[v] = None
-        return [node for node in g.nodes if node in nodes], [*leaves]
-
-    def _run_in_gradients(self, site: Site, operands: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+    def _run_in_gradients(self, site: Site, operands: Sequence[Any]) -> list[Any]:
         """Computes a site as it was, and by the op where a gradient is taken."""
-        nodes, leaves = self.replaced[site]
+        g, leaves = self.graph, [self.graph.find(v) for v in site.inputs]
+        inside = region(g, site.outs, leaves)
 
         @jax.custom_vjp
-        def run(_: Any, read: Any) -> list[Any]:
-            env = dict(zip(leaves, read, strict=True))
-            for node in nodes:
-                env.update(zip(node.outs, self.bind(node, [self.read(env, v) for v in node.ins]), strict=True))
+        def run(*operands: Any) -> list[Any]:
+            env = dict(zip(leaves, operands, strict=True))
+            for node in g.nodes:
+                if node in inside:
+                    env.update(zip(node.outs, self.bind(node, [self.read(env, v) for v in node.ins]), strict=True))
             return [self.read(env, v) for v in site.outs]
 
-        def forward(operands: Any, _: Any) -> Any:
+        def forward(*operands: Any) -> Any:
             with jax.named_scope(f"{SCOPE}.{site.op}"):
                 return jax.vjp(lambda *arrays: site.run(*arrays), *operands)
 
-        run.defvjp(forward, lambda pull_back, cotangents: (pull_back(cotangents), None))
-        return run(tuple(operands), tuple(read))
+        run.defvjp(forward, lambda pull_back, cotangents: pull_back(cotangents))
+        return run(*operands)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Computes the results."""
@@ -120,8 +104,7 @@ class Program:
         for step in self.order:
             operands = [self.read(env, v) for v in (step.inputs if isinstance(step, Site) else step.ins)]
             if isinstance(step, Site) and step.in_gradients_only:
-                read = [self.read(env, v) for v in self.replaced[step][1]]
-                env.update(zip(step.outs, self._run_in_gradients(step, operands, read), strict=True))
+                env.update(zip(step.outs, self._run_in_gradients(step, operands), strict=True))
             elif isinstance(step, Site):
                 with jax.named_scope(f"{SCOPE}.{step.op}"):
                     env.update(zip(step.outs, step.run(*operands), strict=True))
