@@ -127,7 +127,8 @@ def compare(
 
 def _peer(folder: Path, dtype: str, callers: Sequence[int], calls: int | None) -> list[Latency]:
     """Returns the times of sentence-transformers in a process of its own."""
-    command = [sys.executable, "-m", "jaxft.latency", str(folder), dtype, json.dumps(calls), *map(str, callers)]
+    arguments = [str(folder), dtype, json.dumps(calls, allow_nan=False), *map(str, callers)]
+    command = [sys.executable, "-m", "jaxft.latency", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
