@@ -124,8 +124,8 @@ def device() -> Device:
 def work_devices(*, many: bool) -> list[jax.Device]:
     """Returns the devices that compute by default, or an empty list where JAX computes if nothing says otherwise.
 
-    These are JAX's default device where one is set, otherwise all GPUs of this process if there are `many` batches. Of
-    several kinds of GPUs, they are those of the first one's kind.
+    These are JAX's default device where one is set, otherwise all GPUs of this process if there are `many` batches. If
+    the GPUs differ in kind, only the GPUs of the first one's kind are returned.
     """
     if jax.config.jax_default_device is not None:  # type: ignore[attr-defined]
         return [default_device()]
@@ -174,7 +174,7 @@ def default_device() -> jax.Device:
 
 
 def to_device(value: np.ndarray) -> jax.Array:
-    """Returns `jnp.asarray(value)`. It compiles nothing, unless a mesh is set: JAX would, a program for each shape."""
+    """Returns `jnp.asarray(value)`, but compiles no program for its shape unless a mesh is set."""
     return jax.device_put(value) if jax.sharding.get_abstract_mesh().empty else jnp.asarray(value)
 
 

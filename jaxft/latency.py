@@ -53,15 +53,15 @@ def measure(encoders: Mapping[str, Callable[[str], Any]], callers: int, calls: i
     all threads together.
     """
     count = -(-CALLS // callers) if calls is None else calls
-    turns = [count * (i + 1) // _TURNS - count * i // _TURNS for i in range(_TURNS)]
+    ends = [count * i // _TURNS for i in range(_TURNS + 1)]
     seconds = dict.fromkeys(encoders, 0.0)
     times: dict[str, list[float]] = {name: [] for name in encoders}
-    for turn, (name, encode) in itertools.product(turns, encoders.items()):
-        seconds[name] += _turn(encode, callers, turn, times[name])
+    for (begin, end), (name, encode) in itertools.product(itertools.pairwise(ends), encoders.items()):
+        seconds[name] += _turn(encode, callers, range(begin, end), times[name])
     return {name: _latency(times[name], seconds[name]) for name in encoders}
 
 
-def _turn(encode: Callable[[str], Any], callers: int, calls: int, times: list[float]) -> float:
+def _turn(encode: Callable[[str], Any], callers: int, calls: range, times: list[float]) -> float:
     """Adds the times of the calls of all threads, and returns the seconds of the whole turn."""
     errors: list[BaseException] = []
     start = threading.Barrier(callers + 1)
@@ -69,9 +69,9 @@ def _turn(encode: Callable[[str], Any], callers: int, calls: int, times: list[fl
     def work(first: int) -> None:
         start.wait()
         try:
-            for i in range(first, first + calls):
+            for i in calls:
                 before = time.perf_counter()
-                encode(QUERIES[i % len(QUERIES)])
+                encode(QUERIES[(first + i) % len(QUERIES)])
                 times.append(time.perf_counter() - before)
         except Exception as error:  # a thread would print it and end
             errors.append(error)

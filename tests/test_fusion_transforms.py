@@ -388,6 +388,7 @@ IN_GRADIENTS = "as it was; in gradients "
 def test_on_a_gpu_xla_keeps_what_was_measured_as_slower(fn, shapes, reason, implementation):
     with dispatch.target():
         report = jaxft.fuse(fn).report(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert report
     for record in report:
         assert record.reason.startswith(reason) and record.is_replaced == (not reason), record
         assert record.implementation.startswith(implementation) and (implementation or not record.implementation)
@@ -415,6 +416,25 @@ def test_sites_that_gain_in_gradients_only_stay_as_they_were_otherwise(name, mon
     jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.value_and_grad(loss_of(fused)))(*args), everywhere)
     by_closure = jax.jit(jax.grad(lambda x: loss_of(fuse(lambda *rest: fn(x, *rest)))(*args[1:])))(args[0])
     assert_same(by_closure, everywhere[1])
+
+
+def test_sites_that_gain_in_gradients_only_read_what_the_op_does_not(monkeypatch):
+    """A softmax may subtract any number from a row. The op subtracts the maximum, and does not read that number."""
+
+    def softmax(x, keep, top):
+        top_of_all = jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True))
+        before = jnp.exp(jnp.where(keep, x, -1e9) - top_of_all)
+        given = jnp.exp(x - top)
+        return before / jnp.sum(before, -1, keepdims=True), 2 * (given / jnp.sum(given, -1, keepdims=True))
+
+    args = normal(0, 200, 1000), normal(1, 200, 1000) > 0, normal(2, 200, 1)
+    with dispatch.target():
+        assert jaxft.fuse(softmax).report(*args).counts == {"softmax": 2}
+        jax.make_jaxpr(jaxft.fuse(softmax))(*args)
+    monkeypatch.setattr(plan, "_gains_in_gradients_only", lambda *_: True)
+    assert_same(jax.jit(fuse(softmax))(*args), jax.jit(softmax)(*args), tolerance=0)
+    gradients = [jax.jit(jax.grad(loss_of(f)))(*args) for f in (fuse(softmax), softmax)]
+    assert_same(*gradients)
 
 
 def test_dying_operands_are_written_in_place():

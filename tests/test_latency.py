@@ -74,6 +74,13 @@ def test_encoders_take_turns():
     assert [*found] == ["a", "b"]
 
 
+@pytest.mark.parametrize(("callers", "calls"), [(1, 8), (3, 8), (1, 11)])
+def test_few_calls_time_all_kinds_of_queries(callers, calls):
+    seen = []
+    latency.measure({"of one": seen.append}, callers, calls)
+    assert {*seen} == {*latency.QUERIES} and len(seen) == callers * calls
+
+
 @pytest.mark.parametrize("callers", [1, 3, 8])
 def test_default_number_of_calls_is_that_of_all_callers(callers):
     calls = []
@@ -163,4 +170,4 @@ def test_options_reach_the_comparison(model, monkeypatch):
     monkeypatch.setattr(latency, "compare", lambda *arguments: seen.append(arguments) or {})
     for given in ([], ["--callers", "2", "1", "2", "--calls", "7", "--quantization", "fp8", "--dtype", "float16"]):
         assert cli.main(["bench", "--latency", "--model", model, *given]) == 0
-    assert [options for _, *options in seen] == [["float32", [1, 8], 200, None], ["float16", [2, 1], 7, "fp8"]]
+    assert [options for _, *options in seen] == [["float32", [1, 8], None, None], ["float16", [2, 1], 7, "fp8"]]

@@ -657,10 +657,6 @@ def measure_all_explicit(file: str, name: str) -> None:
     Path(file).write_text(json.dumps({str(case): measure_explicit(*case) for case in cases}))
 
 
-if __name__ == "__main__":
-    {"ops": measure_all, "explicit": measure_all_explicit, "train": train}[sys.argv[1]](*sys.argv[2:])
-
-
 BOTH_AXES, DATA, MODEL, NONE = ("data", "model"), ("data",), ("model",), ()
 
 
@@ -735,3 +731,7 @@ def test_rows_of_a_shard_follow_each_other_with_dropout():
 
     assert rows_of((4, 6, 8), dropout=False) == "t0 t1 t2" and rows_of((4, 6, 8), dropout=True) == "t0 T1 T2"
     assert rows_of((1, 6, 8), dropout=True) == "t0 t1 T2" and rows_of((1, 1), dropout=True) == "t0 T1"
+
+
+if __name__ == "__main__":
+    {"ops": measure_all, "explicit": measure_all_explicit, "train": train}[sys.argv[1]](*sys.argv[2:])

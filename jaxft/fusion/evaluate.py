@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxft.fusion.graph import Graph, Node, Var, open_jaxpr, varying
 from jaxft.fusion.plan import SCOPE, Found, Miss, find_sites, judge
-from jaxft.fusion.site import Options, Site, region
+from jaxft.fusion.site import Options, Site
 from jaxft.ops import transforms
 
 # Primitives whose programs are fused too, with the names of the programs.
@@ -78,25 +78,35 @@ class Program:
                     order.append(stack.pop())  # type: ignore[arg-type]
         return order
 
-    def _run_in_gradients(self, site: Site, operands: Sequence[Any]) -> list[Any]:
+    def _run_in_gradients(self, site: Site, operands: Sequence[Any], env: dict[Var, Any]) -> list[Any]:
         """Computes a site as it was, and by the op where a gradient is taken."""
-        g, leaves = self.graph, [self.graph.find(v) for v in site.inputs]
-        inside = region(g, site.outs, leaves)
+        g, inside, leaves = self.graph, set[Node](), dict[Var, None]()
+        stack = [g.find(v) for v in site.outs]
+        while (
+            stack
+        ):  # the equations may read arguments that the op does not, such as what a softmax subtracts from a row
+            v = stack.pop()
+            node = g.defs.get(v)
+            if node in site.region:
+                stack += map(g.find, () if node in inside else node.ins)
+                inside.add(node)
+            elif v not in g.uniform:
+                leaves[v] = None
 
         @jax.custom_vjp
-        def run(*operands: Any) -> list[Any]:
-            env = dict(zip(leaves, operands, strict=True))
+        def run(_: Any, read: Any) -> list[Any]:
+            known = dict(zip(leaves, read, strict=True))
             for node in g.nodes:
                 if node in inside:
-                    env.update(zip(node.outs, self.bind(node, [self.read(env, v) for v in node.ins]), strict=True))
-            return [self.read(env, v) for v in site.outs]
+                    known.update(zip(node.outs, self.bind(node, [self.read(known, v) for v in node.ins]), strict=True))
+            return [self.read(known, v) for v in site.outs]
 
-        def forward(*operands: Any) -> Any:
+        def forward(operands: Any, _: Any) -> Any:
             with jax.named_scope(f"{SCOPE}.{site.op}"):
                 return jax.vjp(lambda *arrays: site.run(*arrays), *operands)
 
-        run.defvjp(forward, lambda pull_back, cotangents: pull_back(cotangents))
-        return run(*operands)
+        run.defvjp(forward, lambda pull_back, cotangents: (pull_back(cotangents), None))
+        return run(tuple(operands), tuple(self.read(env, v) for v in leaves))
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Computes the results."""
@@ -104,7 +114,7 @@ class Program:
         for step in self.order:
             operands = [self.read(env, v) for v in (step.inputs if isinstance(step, Site) else step.ins)]
             if isinstance(step, Site) and step.in_gradients_only:
-                env.update(zip(step.outs, self._run_in_gradients(step, operands), strict=True))
+                env.update(zip(step.outs, self._run_in_gradients(step, operands, env), strict=True))
             elif isinstance(step, Site):
                 with jax.named_scope(f"{SCOPE}.{step.op}"):
                     env.update(zip(step.outs, step.run(*operands), strict=True))

@@ -198,7 +198,7 @@ def _gains_in_gradients_only(g: Graph, site: Site, found: Found, options: Option
     if options.force:
         return False
     first, *parameters = site.inputs
-    if site.op == "linear_cross_entropy":  # Larger logits do without the memory.
+    if site.op == "linear_cross_entropy":  # Beyond this size the op also saves the memory of the logits.
         return bool(site.static["rows"] * site.static["V"] * first.dtype.itemsize <= _FEW_BYTES)
     if site.op == "softmax":  # XLA fuses it with what is before and after it.
         return any(map(_is_arithmetic, [g.node_of(first), *g.uses(site.outs[0])]))

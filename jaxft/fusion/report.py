@@ -22,7 +22,8 @@ class Record:
     Attributes:
       op: the public op, or for a near miss the family of ops that it is nearly one of.
       sizes: the settings and sizes of the op.
-      implementation: how the op runs on this device, forward / backward.
+      implementation: how the op runs on this device, forward / backward. "as it was; in gradients" stands before it if
+        the op runs only where a gradient is taken.
       saves: bytes that the op saves by working in place.
       reason: why the site is not replaced; empty for one that is.
       line: the line of the source, with the function.
@@ -39,7 +40,7 @@ class Record:
 
     @property
     def is_replaced(self) -> bool:
-        """Tells whether the op replaces the equations."""
+        """Tells whether the op replaces the equations, always or where a gradient is taken."""
         return not self.reason
 
 

@@ -74,8 +74,9 @@ def fuse(
           and changes the gradients of such queries and their keys.
         - "zero": 0, as in the ops of jaxft. This is the fastest.
       strict: whether to raise a ValueError if nothing is replaced.
-      force: whether to replace all sites on any device. If False, a site is replaced on an NVIDIA GPU if its op runs a
-        kernel that is faster than XLA. On any other device, `fn` is then called unchanged.
+      force: whether to replace all sites on any device. If False, a site is replaced on an NVIDIA GPU if its op is
+        faster than XLA. A site whose op is faster in a training step only is replaced where a gradient is taken. On any
+        other device, `fn` is then called unchanged.
       static_argnums: positions of arguments that are passed to `fn` as they are, arrays included.
       static_argnames: names of keyword arguments that are passed to `fn` as they are.
 

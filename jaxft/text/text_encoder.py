@@ -72,7 +72,7 @@ def read_files(
 ) -> Files:  # fmt: skip
     """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout.
 
-    Unless programs are stored, the first one will be traced, and a thread starts to import what that needs.
+    If no programs are stored, a thread starts to import what tracing the first one needs.
     """
     folder = checkpoint_files.resolve(
         folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
