@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxft.fusion.graph import Graph, Node, Var, open_jaxpr, varying
 from jaxft.fusion.plan import SCOPE, Found, Miss, find_sites, judge
-from jaxft.fusion.site import Options, Site
+from jaxft.fusion.site import Options, Site, region
 from jaxft.ops import transforms
 
 # Primitives whose programs are fused too, with the names of the programs.
@@ -80,25 +80,18 @@ class Program:
 
     def _run_in_gradients(self, site: Site, operands: Sequence[Any], env: dict[Var, Any]) -> list[Any]:
         """Computes a site as it was, and by the op where a gradient is taken."""
-        g, inside, leaves = self.graph, set[Node](), dict[Var, None]()
-        stack = [g.find(v) for v in site.outs]
-        while (
-            stack
-        ):  # the equations may read arguments that the op does not, such as what a softmax subtracts from a row
-            v = stack.pop()
-            node = g.defs.get(v)
-            if node in site.region:
-                stack += map(g.find, () if node in inside else node.ins)
-                inside.add(node)
-            elif v not in g.uniform:
-                leaves[v] = None
+        # The equations may read values that the op does not, such as what a softmax subtracts from a row.
+        g, inside = self.graph, region(self.graph, site.outs, site.inputs)
+        nodes = [node for node in g.nodes if node in inside]
+        made = {v for node in nodes for v in node.outs}
+        read_by_nodes = dict.fromkeys(g.find(v) for node in nodes for v in node.ins)
+        leaves = [v for v in read_by_nodes if v not in made and v not in g.uniform]
 
         @jax.custom_vjp
         def run(_: Any, read: Any) -> list[Any]:
             known = dict(zip(leaves, read, strict=True))
-            for node in g.nodes:
-                if node in inside:
-                    known.update(zip(node.outs, self.bind(node, [self.read(known, v) for v in node.ins]), strict=True))
+            for node in nodes:
+                known.update(zip(node.outs, self.bind(node, [self.read(known, v) for v in node.ins]), strict=True))
             return [self.read(known, v) for v in site.outs]
 
         def forward(operands: Any, _: Any) -> Any:
