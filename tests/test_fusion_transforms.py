@@ -342,6 +342,7 @@ def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
         ("a LayerNorm of one row", jnp.bfloat16, "one row"),
         ("transposes that compose", jnp.bfloat16, "a transpose that XLA fuses"),
         ("transposes that cancel", jnp.bfloat16, ""),
+        ("a matmul of a transposed array", jnp.bfloat16, "the op is plain XLA here"),
     ],
 )
 def test_on_a_gpu_xla_keeps_what_it_does_as_fast(name, dtype, reason):

@@ -527,4 +527,4 @@ def matmul_site(g: Graph, node: Node, options: Options) -> Site:
 
     out = g.find(node.out)
     return Site("dot_general", "permute", node, [out], operands, call, {"transposed operands": moved},
-                region(g, [out], set(operands)), always=True)  # fmt: skip
+                region(g, [out], set(operands)))  # fmt: skip
