@@ -111,6 +111,13 @@ case("statistics in float32", in_float32, {LN: 1}, *ROWS)
 case("scale 1 + w", one_plus, {LN: 1}, *ROWS)
 case("x * inv + shift", shifted, {LN: 1}, *ROWS)
 case("a power of -0.5", lambda x, g: g * (x - mean(x)) * (x.var(-1, keepdims=True) + 1e-5) ** -0.5, {LN: 1}, *ROWS[:2])
+case("the mean minus x", lambda x, g, b: (x - mean(x)) * jax.lax.rsqrt(mean((mean(x) - x) ** 2) + 1e-5) * g + b,
+     {LN: 1}, *ROWS)  # fmt: skip
+case("RMSNorm of the mean minus x", lambda x, g: (mean(x) - x) / jnp.sqrt(mean((mean(x) - x) ** 2) + 1e-5) * g,
+     {RMS: 1}, *ROWS[:2])  # fmt: skip
+case("RMSNorm of x and its mean", lambda x, g: (x + mean(x)) / jnp.sqrt(mean((x + mean(x)) ** 2) + 1e-5) * g, {RMS: 1},
+     *ROWS[:2])  # fmt: skip
+case("RMSNorm, squares of -x", lambda x, g: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},
      (B, T, D), (B, T, D), (D,))  # fmt: skip

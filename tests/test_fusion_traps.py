@@ -65,6 +65,8 @@ TRAPS = {
     "a GELU of a rounded number": (lambda x: 0.5 * x * (1 + jax.lax.erf(0.7071 * x)), [ROWS], BA),
     "a quantised part of a GELU": (
         lambda x: 0.5 * x * (1 + jax.lax.erf(narrow(x / math.sqrt(2)))), [ROWS], BA),
+    "squares of twice the mean minus x": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((2 * mean(x) - x) ** 2) + 1e-5), [ROWS], LN),
     "two scales": (
         lambda x, g, h: (lambda r: x * r * g - mean(x) * r * h)(jax.lax.rsqrt(var(x) + 1e-5)),
         [ROWS, VECTOR, VECTOR], LN),

@@ -1,6 +1,7 @@
 """Ops on rows: LayerNorm, RMSNorm, softmax and log-softmax."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -82,9 +83,9 @@ def _is_one(x: float, v: Var) -> bool:
     return abs(x - 1) < (1e-6 if v.dtype.itemsize > 2 else 4e-3)
 
 
-def _check_centered(g: Graph, v: Var, x: Var) -> None:
-    """Raises `Refused` unless v = x - mean(x)."""
-    found = terms(g, v, stop={x})
+def _check_centered(g: Graph, v: Var, x: Var, scale: float = 1.0) -> None:
+    """Raises `Refused` unless scale * v = x - mean(x)."""
+    found = terms(g, v, scale=scale, stop={x})
     plus = [t for t in found if t[1] is x and t[0] == 1 and t[2] == identity(x.shape)]
     minus = [t for t in found if t[0] < 0 and _is_mean(g, *t, x)]
     need(len(found) == 2 and len(plus) == len(minus) == 1, "what is squared is not x - mean(x)")
@@ -119,13 +120,10 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
         of_mean = _mean_of(g, math.sqrt(abs(others[0][0] * scale)), mean[0][0])
         x = source(g, inner)
         need(of_mean is not None and source(g, of_mean) is x, "E[x^2] - E[x]^2 has two different x")
-        center, kind = True, "E[x^2] - E[x]^2"
+        readings, kind = [(x, True)], "E[x^2] - E[x]^2"
     else:
-        means = [y for c, v, _ in terms(g, inner) if v is not None and c < 0 and (y := _mean_of(g, c, v)) is not None]
-        x, center, kind = source(g, means[-1] if means else inner), bool(means), "two passes"
-        if center:
-            _check_centered(g, inner, x)
-    need(str(x.dtype) in FLOATS, f"x is {x.dtype}")
+        readings, kind = _readings(g, inner), "two passes"
+    need(str(readings[0][0].dtype) in FLOATS, f"x is {readings[0][0].dtype}")
     norms, inside = list[Norm](), set[Node]()
     reason = "what follows the root is not x * rsqrt * gamma + beta"
     names = (
@@ -139,7 +137,7 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
         "squeeze",
         "sub",
     )
-    for y in outward(g, anchor.out, names, 9):
+    for y, (x, center) in itertools.product(outward(g, anchor.out, names, 9), readings):
         if y.shape == x.shape and str(y.dtype) in FLOATS and g.defs[y] not in inside:
             try:
                 gamma, beta = _affine(g, y, x, variance, center)
@@ -151,6 +149,20 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
             inside |= region(g, [y], {x})
     need(norms, reason)
     return norms
+
+
+def _readings(g: Graph, inner: Var) -> list[tuple[Var, bool]]:
+    """Returns what x may be, and whether its mean is subtracted, if a norm has the mean of the squares of `inner`."""
+    for scale in (1.0, -1.0):  # mean(x) - x has the same squares as x - mean(x)
+        found = terms(g, inner, scale=scale)
+        means = [y for c, v, _ in found if v is not None and c < 0 and (y := _mean_of(g, c, v)) is not None]
+        if means and any(c > 0 for c, *_ in found):
+            x = source(g, means[-1])
+            _check_centered(g, inner, x, scale)
+            return [(x, True)] if scale > 0 else [(x, True), (source(g, inner), False)]
+    above = g.defs.get(inner)
+    is_negated = above is not None and above.name == "neg"
+    return [(source(g, x), False) for x in ([inner, above.ins[0]] if is_negated and above is not None else [inner])]
 
 
 def _squared(g: Graph, coefficient: float, v: Var) -> Var:
