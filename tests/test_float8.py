@@ -12,11 +12,12 @@ import oracle
 from cases import jit, lower, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
+from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense as mosaic
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import TRITON, of, operations
-from test_dense_mosaic import assert_no_races, finds_races, run, runs
+from test_dense_mosaic import INTERPRET, assert_no_races, finds_races, run, runs
 
 FLOAT8 = jnp.float8_e4m3fn
 IMPLEMENTATIONS = ["triton", "xla"]
@@ -238,10 +239,42 @@ def test_mosaic_gpu_has_no_races(config):
 
 @runs
 def test_mosaic_gpu_clips_and_keeps_nan():
+    """The conversion clips. Mosaic's interpreter converts as XLA does, and gives NaN."""
     x = jnp.zeros((64, 128), FLOAT8).at[0].set(448).at[1].set(-448).at[2, 3].set(jnp.nan)
     kernel, options = jnp.ones((128, 128), FLOAT8), {"kernel_scale": jnp.ones(128), "float8_scale": 1.0}
     (y,) = run(x, kernel, None, **options, activation=None, config=CONFIGS["m"])
-    np.testing.assert_array_equal(np.float32(y)[:4, 0], [448, -448, np.nan, 0])
+    np.testing.assert_array_equal(np.float32(y)[2:4, 0], [np.nan, 0])
+    if not INTERPRET:
+        np.testing.assert_array_equal(np.float32(y)[:2, 0], [448, -448])
+
+
+def test_mosaic_gpu_converts_with_clipping():
+    arrays = of((64, 128), FLOAT8), of((128, 128), FLOAT8), of((128,), jnp.float32)
+    options = {"activation": None, "dtype": jnp.bfloat16, "config": CONFIGS["m"]}
+    for float8_scale in (1.0, None):
+        text = lower(
+            lambda x, stored, scale, float8_scale=float8_scale: mosaic.forward(
+                x, stored.T, None, kernel_scale=scale, float8_scale=float8_scale, **options
+            ),
+            *arrays,
+        )  # fmt: skip
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (float8_scale is not None)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("tanh_error", [-(2.0**-11), 2.0**-11])  # relative error of the hardware's tanh
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_mosaic_gpu_activations_are_accurate(activation, tanh_error, monkeypatch):
+    """The error is at most 3e-4, a third of the smallest rounding error, beside the error of the hardware's tanh."""
+    x = np.linspace(-400, 400, 40001)
+    exact = oracle._activate(x, activation)
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "tanh", lambda x, tanh=jnp.tanh: tanh(x) * (1.0 + tanh_error))
+        got = act.activation(activation, jnp.asarray(x, jnp.float32), FLOAT8)
+    assert np.max(np.abs(np.float64(got) - exact) - np.maximum(np.abs(x), 2.0) * 2.0**-12) <= 3e-4
+    for scale in (1.0, 0.25):
+        part = np.abs(x) < 10.0
+        assert_close(reference.to_float8(got, scale)[part], None, exact[part], scale)
 
 
 @pytest.mark.parametrize(
