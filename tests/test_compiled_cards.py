@@ -276,6 +276,7 @@ def test_float8_result_leaves_the_layout_of_16_bit_loads(tmp_path):
     for name, words in (("attend", {"2"}), ("normalise", {"2", "4"})):  # LayerNorm stores 8 bfloat16 as well
         code = "".join(path.read_text() for path in (tmp_path / name).glob("*.ptx"))
         assert set(re.findall(r"st\.global\.v(\d)\.b32", code)) == words
+        assert set(re.findall(r"cvt\S*e4m3\S*", code)) == {"cvt.rn.satfinite.e4m3x2.f32"}  # it clips
 
 
 def test_cross_entropy_copies_nothing_in_its_loop():
