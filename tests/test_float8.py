@@ -1,5 +1,6 @@
 """Matmuls of float8_e4m3fn arrays, and the ops that write such arrays for them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,8 @@ from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense as mosaic
+from jaxft.ops import dense_layer_norm
+from jaxft.ops.plans import Pass
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import TRITON, of, operations
@@ -379,6 +382,50 @@ def test_half_of_a_layer(implementation):
     )  # fmt: skip
     for x, z in zip(got, expected, strict=True):
         np.testing.assert_array_equal(np.float32(x), np.float32(z))
+
+
+def test_matmul_adds_the_residual():
+    """The matmul or the LayerNorm adds bias and residual. The results differ by one rounding of the sum."""
+    f = dense_arrays(6, 48, 32)
+    more = normal(np.random.default_rng(3), jnp.bfloat16, residual=(6, 32), gamma=(32,), beta=(32,))
+    options = {"x_scale": 2.0, "float8_scale": 0.5, "epsilon": 1e-5, "dropout_rate": 0.0, "return_sum": False}
+    arrays = f["x"], f["kernel"], more["residual"], f["bias"], more["gamma"], more["beta"], f["kernel_scale"]
+    plan = dense_layer_norm.float8_plan_of("op", *arrays, **options, precision=None, implementation="xla")
+    matmul, norm, adds = plan.forward.config
+    assert not adds
+    plans = [dataclasses.replace(plan, forward=Pass("ops", (matmul, norm, adds))) for adds in (False, True)]
+    (y, y8), (z, z8) = (dense_layer_norm.run_float8(*arrays, None, plan) for plan in plans)
+    sums = exact_dense(**f, residual=more["residual"], x_scale=2.0)
+    exact = oracle.layer_norm(sums, more["gamma"], more["beta"], epsilon=1e-5)
+    assert_matches_oracle(z, y, exact)
+    assert_close(y8, None, exact, 0.5)
+    assert_close(z8, None, exact, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "options", "adds"),
+    [(16384, 1024, 1024, {}, True), (16384, 1024, 1024, {"dropout_rate": 0.1}, False),
+     (16384, 1024, 1024, {"return_sum": True}, False), (128, 1024, 1024, {}, False), (4096, 1024, 1024, {}, False),
+     (16384, 4096, 1024, {}, False), (16384, 768, 768, {}, False)],
+)  # fmt: skip
+def test_who_adds_the_residual(rows, depth, width, options, adds):
+    """For many rows of a width of 1,024, the matmul adds. On an H100 this is faster."""
+    half = functools.partial(of, dtype=jnp.bfloat16)
+    arrays = of((rows, depth), FLOAT8), of((width, depth), FLOAT8), half((rows, width)), half((width,))
+    options = options | ({"dropout_rng": jax.random.key(0)} if "dropout_rate" in options else {})
+
+    def op(x, stored, residual, vector):
+        return jaxft.dense_residual_layer_norm(
+            x, stored.T, vector, residual, vector, vector, kernel_scale=vector, float8_scale=1.0, **options
+        )
+
+    with dispatch.target():
+        (record,) = jaxft.explain(op, *arrays)
+    matmul, norm, added = record.forward.config
+    assert added == adds and matmul.forward.backend == ("triton" if rows == 128 else "mosaic_gpu")
+    if adds:
+        text = lower(op, *arrays)
+        assert operations(text)[TRITON] == text.count("custom_call @mosaic_gpu") == 1
 
 
 def test_a_layer_on_hopper_is_six_kernels():
