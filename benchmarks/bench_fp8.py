@@ -1,13 +1,15 @@
 """FP8 inference beside jaxft's own bfloat16, in the same process: matmuls, and whole BERT encoders with random weights.
 
-`sustained_us` is the wall time per call over at least `--seconds` of queued calls, after as long again / 3 of warming
-up. The card then draws its power limit. Its note has the power and the clock. `--quick` leaves it out.
+`sustained_us` is the wall time per call over at least `--seconds` of queued calls. The card then draws its power limit.
+Its note has the power and the clock. `--quick` leaves it out. The card first warms up for a third of `--seconds`, and
+for a tenth where it has just run another case. Every row is written as soon as it is measured.
 
 With `--lengths FILE`, BERT-large with its question-answering head is timed on packed texts of these lengths.
 """
 
 import argparse
 import functools
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ from jaxft.tuning import dense as tuning
 from jaxft.tuning import profiler
 
 FLOAT8 = reference.FLOAT8
+Variants = dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]  # a jitted function and its arguments, by name
 
 
 # --- Matmuls -----------------------------------------------------------------------------------------------------
@@ -145,37 +148,48 @@ def encoder(model: BertModel, case: shapes.Encoder) -> tuple[jax.stages.Wrapped,
     return (encode, (arrays, ids)) if lengths is None else (encode_packed, (arrays, ids, lengths))
 
 
-def run_encoder(case: shapes.Encoder, args: argparse.Namespace) -> list[timing.Row]:
-    """Checks and times one encoder in both precisions."""
-    layers, width, heads, inner = shapes.MODELS[case.model]
+def both_precisions(name: str) -> dict[str, BertModel]:
+    """Returns an encoder with random weights in both precisions, by the name of the variant."""
+    layers, width, heads, inner = shapes.MODELS[name]
     config = BertConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner
     )  # fmt: skip
     dtype: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    create = nnx.jit(lambda: BertModel(config, **dtype, add_pooling_layer=False, rngs=nnx.Rngs(0)))
-    model = create()
-    variants = {"jaxft": encoder(quantize(model), case), "jaxft, bfloat16": encoder(model, case)}
-    timing.compile_all((f.lower(*inputs), None) for f, inputs in variants.values())
-    found = {name: np.asarray(f(*inputs).astype(jnp.float32)) for name, (f, inputs) in variants.items()}
-    ours, wide = (y.reshape(-1, width)[: case.valid or y.size // width] for y in found.values())
+    wide = nnx.jit(lambda: BertModel(config, **dtype, add_pooling_layer=False, rngs=nnx.Rngs(0)))()
+    return {"jaxft": quantize(wide), "jaxft, bfloat16": wide}
+
+
+def check_encoder(case: shapes.Encoder, variants: Variants) -> None:
+    """Exits if the hidden states of the two precisions differ by more than the rounding of float8 explains."""
+    width = shapes.MODELS[case.model].width
+    found = [np.asarray(f(*inputs).astype(jnp.float32)) for f, inputs in variants.values()]
+    ours, wide = (y.reshape(-1, width)[: case.valid or y.size // width] for y in found)
     cosine = np.mean(np.sum(ours * wide, -1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(wide, axis=-1))
     if not cosine >= 0.98:
         raise SystemExit(f"{case}: the cosine of float8 and bfloat16 is {cosine:.4f}; nothing is timed")
-    lengths = bench_encoder.random_lengths(case)
-    counted = [case.length] * case.batch if lengths is None else lengths.tolist()
-    key: dict[str, Any] = {"op": f"{case.op('gelu')}, fp8", "direction": "forward", "dtype": "float8_e4m3fn"}
-    key |= {"shape": (case.batch, case.length)}
-    work = shapes.encoder_flops(case.model, counted)
-    sets = {name: (f, [inputs]) for name, (f, inputs) in variants.items()}
-    rows = timing.measure(sets, work=work, unit="TFLOP/s", args=args, **key)
+
+
+def run_encoders(cases: Sequence[shapes.Encoder], args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times encoders in both precisions: device times of all cases first, then sustained times."""
+    models = {name: both_precisions(name) for name in {case.model for case in cases}}
+    cases_variants = [(case, {name: encoder(m, case) for name, m in models[case.model].items()}) for case in cases]
+    timing.compile_all((f.lower(*inputs), None) for _, vs in cases_variants for f, inputs in vs.values())
+    rows, keys = [], []
+    for case, variants in cases_variants:
+        check_encoder(case, variants)
+        lengths = bench_encoder.random_lengths(case)
+        counted = [case.length] * case.batch if lengths is None else lengths.tolist()
+        key: dict[str, Any] = {"op": f"{case.op('gelu')}, fp8", "direction": "forward", "dtype": "float8_e4m3fn"}
+        keys.append((key | {"shape": (case.batch, case.length)}, shapes.encoder_flops(case.model, counted)))
+        sets = {name: (f, [inputs]) for name, (f, inputs) in variants.items()}
+        rows += timing.measure(sets, work=keys[-1][1], unit="TFLOP/s", args=args, **keys[-1][0])
+    timing.print_tables(rows)
     if args.quick:
         return rows
-    own = []
-    for name, (f, inputs) in variants.items():
-        samples, note = sustained(functools.partial(f, *inputs), args.seconds)
-        own.append(timing.as_row(key, name, "sustained_us", samples, work, "TFLOP/s", note) | timing.origin())
-    timing.write_rows(own, args.out)
-    return rows + own
+    runs = [(*key, *run) for key, (_, variants) in zip(keys, cases_variants, strict=True) for run in variants.items()]
+    for i, (key, work, name, (f, inputs)) in enumerate(runs):
+        rows.append(sustained_row(functools.partial(f, *inputs), key, name, work, args, warm=i > 0))
+    return rows
 
 
 # --- Question answering ------------------------------------------------------------------------------------------
@@ -213,7 +227,7 @@ def run_answers(model: str, lengths: np.ndarray, args: argparse.Namespace) -> li
     key: dict[str, Any] = {"op": f"question answering {model}, packed, fp8", "direction": "forward"}
     key |= {"shape": (len(lengths), longest), "dtype": "float8_e4m3fn"}
     work = shapes.encoder_flops(model, lengths.tolist())
-    rows, results = [], []
+    variants: Variants = {}
     for name, module in (("jaxft", quantize(wide)), ("jaxft, bfloat16", wide)):
         arrays, rebuild = jaxft.bundle(module)
 
@@ -221,29 +235,46 @@ def run_answers(model: str, lengths: np.ndarray, args: argparse.Namespace) -> li
         def answer(arrays: list[jax.Array], ids: jax.Array, starts: jax.Array, rebuild: Any = rebuild) -> Any:
             return rebuild(arrays)(ids, cu_seqlens=starts, max_seqlen=longest)
 
-        def every(answer: Any = answer, arrays: Any = arrays) -> Any:
-            for batch in batches:
-                out = answer(arrays, *batch)
-            return out
-
-        used = int(batches[0][1][-1])
-        results.append(np.asarray(answer(arrays, *batches[0]).start[:used].astype(jnp.float32)))
-        samples, state = sustained(every, args.seconds)
-        rate = len(lengths) / np.median(samples) * 1e6
-        note = f"{rate:,.0f} samples/s; {state}; {NOTE}"
-        rows.append(timing.as_row(key, name, "sustained_us", samples, work, "TFLOP/s", note) | timing.origin())
-        print(f"{name}: {note}")
+        variants[name] = answer, (arrays,)
+    timing.compile_all((f.lower(*arrays, *batches[0]), None) for f, arrays in variants.values())
+    used = int(batches[0][1][-1])
+    results = [np.asarray(f(*a, *batches[0]).start[:used].astype(jnp.float32)) for f, a in variants.values()]
     if not (likeness := np.corrcoef(np.stack(results))[0, 1]) >= 0.9:
         raise SystemExit(f"{key['op']}: the logits of float8 and bfloat16 have a correlation of {likeness:.3f}")
-    timing.write_rows(rows, args.out)
+    rows: list[timing.Row] = []
+    for name, (f, inputs) in variants.items():
+
+        def every(answer: Any = f, inputs: Any = inputs) -> Any:
+            for batch in batches:
+                out = answer(*inputs, *batch)
+            return out
+
+        rows.append(sustained_row(every, key, name, work, args, warm=bool(rows), samples=len(lengths)))
     return rows
 
 
-def sustained(call: Callable[[], Any], seconds: float) -> tuple[list[float], str]:
+def sustained_row(
+    call: Callable[[], Any], key: dict[str, Any], name: str, work: float, args: argparse.Namespace, *, warm: bool,
+    samples: int = 0,
+) -> timing.Row:  # fmt: skip
+    """Times a call at the power limit. Prints and writes the row. With `samples` per call, the note has their rate.
+
+    `warm` says that the card has just run something else for long.
+    """
+    times, note = sustained(call, args.seconds, args.seconds / (10 if warm else 3))
+    if samples:
+        note = f"{samples / np.median(times) * 1e6:,.0f} samples/s; {note}; {NOTE}"
+    row = timing.as_row(key, name, "sustained_us", times, work, "TFLOP/s", note) | timing.origin()
+    print(f"{row['op']} {row['shape']}, {name}: sustained {row['p50']} us; {note}", flush=True)
+    timing.write_rows([row], args.out)
+    return row
+
+
+def sustained(call: Callable[[], Any], seconds: float, warm_up: float) -> tuple[list[float], str]:
     """Returns samples of the wall time per call, in microseconds, and the power and clock at the end."""
-    calls = max(1, int(5e5 / profiler.queued_us(call, 10)))  # half a second
     begin, samples, note = time.perf_counter(), [], ""
-    while time.perf_counter() - begin < seconds / 3:
+    calls = max(1, int(5e5 / profiler.queued_us(call, 3)))  # half a second
+    while time.perf_counter() - begin < warm_up:
         profiler.queued_us(call, calls)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
@@ -256,7 +287,8 @@ def sustained(call: Callable[[], Any], seconds: float) -> tuple[list[float], str
 
 def card_state() -> str:
     """Returns the power and the clock of the card, or nothing without an NVIDIA card."""
-    query = "nvidia-smi --query-gpu=power.draw,clocks.sm --format=csv,noheader"
+    card = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    query = f"nvidia-smi --id={card} --query-gpu=power.draw,clocks.sm --format=csv,noheader"
     try:
         return subprocess.run(query.split(), capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -267,16 +299,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
     parser.add_argument("--tiles", action="store_true", help="time all candidate tiles of the matmuls")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of a sustained run (default: 30)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'dense'")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases with a TEXT in their name")
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="lengths of texts (.npy) for question answering")
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
+
+    def chosen(name: str) -> bool:
+        return any(text in name for text in args.only)
+
     for shape in shapes.FP8_DENSE[:3] if args.quick else shapes.FP8_DENSE:
-        if args.only in f"dense {'x'.join(map(str, shape))}":
+        if chosen(f"dense {'x'.join(map(str, shape))}"):
             results += run_dense(shape, args)
-    for case in shapes.FP8_ENCODER[:2] if args.quick else shapes.FP8_ENCODER:
-        if args.only in case.label("gelu"):
-            results += run_encoder(case, args)
+    cases = [case for case in shapes.FP8_ENCODER[: 2 if args.quick else None] if chosen(case.label("gelu"))]
+    results += run_encoders(cases, args) if cases else []
     if args.lengths is not None:
         results += run_answers("BERT-large", np.load(args.lengths), args)
     timing.print_tables(results)

@@ -260,6 +260,25 @@ def test_layer_spills_no_registers(dtype, batch, length, activation):
         compiled(infer, leaves, of(batch, length, 768, dtype=dtype), **fail)
 
 
+def test_float8_result_leaves_the_layout_of_16_bit_loads(tmp_path):
+    """Threads store 8 float8. With 16, each load of a warp would leave out every other 16 bytes."""
+
+    def attend(qkv):
+        return jaxft.qkv_attention(qkv, float8_scale=1.0, implementation="triton")
+
+    def normalise(x, vector):
+        norm = functools.partial(jaxft.bias_residual_layer_norm, implementation="triton", float8_scale=1.0)
+        return norm(x, vector, x, vector, vector)
+
+    with compiler_for(CARDS[-1]) as compiled:
+        compiled(attend, of(32, 512, 3, 12, 64), xla_dump_to=str(tmp_path / "attend"))
+        compiled(normalise, of(4096, 768), of(768), xla_dump_to=str(tmp_path / "normalise"))
+    for name, words in (("attend", {"2"}), ("normalise", {"2", "4"})):  # LayerNorm stores 8 bfloat16 as well
+        code = "".join(path.read_text() for path in (tmp_path / name).glob("*.ptx"))
+        assert set(re.findall(r"st\.global\.v(\d)\.b32", code)) == words
+        assert set(re.findall(r"cvt\S*e4m3\S*", code)) == {"cvt.rn.satfinite.e4m3x2.f32"}  # it clips
+
+
 def test_cross_entropy_copies_nothing_in_its_loop():
     """cuBLAS does not take 30,522 classes as they are: the table is padded once, and not in every chunk."""
 

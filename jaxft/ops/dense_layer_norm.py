@@ -19,6 +19,8 @@ from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
+_Added = tuple[Array | None, Array | None]  # a bias and a residual
+
 
 @sharding.over_explicit_axes(
     "x: ... k, kernel: k D, bias: D, residual: ... D, gamma: D, beta: D, kernel_scale: D -> ... D"
@@ -160,25 +162,39 @@ def plan_of(
     )  # fmt: skip
 
 
+def _who_adds(matmul: bool, bias: Array | None, residual: Array | None) -> tuple[_Added, _Added]:
+    """Returns the bias and the residual that the matmul adds, and those that the LayerNorm adds."""
+    nothing, both = (None, None), (bias, residual)
+    return (both, nothing) if matmul else (nothing, both)
+
+
 def float8_plan_of(
     op: str, x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
     kernel_scale: Array, *, x_scale: float | None, float8_scale: float | None, epsilon: float, dropout_rate: float,
     return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
-    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient."""
+    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient.
+
+    `forward.config` has the plans of the two ops, and whether the first one adds bias and residual.
+    """
     dtype = residual.dtype
-    matmul = float8.plan_of(
-        op, x, kernel, kernel_scale, None, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
-    )
+    plan_of = functools.partial(
+        float8.plan_of, op, x, kernel, kernel_scale, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
+    )  # fmt: skip
+    matmul = plan_of(None)
+    adds = matmul.forward.backend == "mosaic_gpu" and dropout_rate == 0.0 and not return_sum
+    adds = adds and tuning.float8_matmul_adds_residual(x.shape[0], *kernel.shape)
+    of_matmul, of_norm = _who_adds(adds, bias, residual)
+    matmul = plan_of(*of_matmul) if adds else matmul
     y: Any = jax.eval_shape(functools.partial(reference.float8_dense, dtype=dtype), x, kernel, kernel_scale)
     norm = layer_norm.plan_of(
-        op, y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum,
+        op, y, *of_norm, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum,
         in_place=True, float8_scale=float8_scale,
         implementation=None if implementation == "mosaic_gpu" else implementation,
     )  # fmt: skip
     reasons = "; ".join(dict.fromkeys(plan.why for plan in (matmul, norm) if plan.why))
     return Plan(
-        forward=Pass("ops", (matmul, norm)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
+        forward=Pass("ops", (matmul, norm, adds)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
         epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision="",
     )  # fmt: skip
 
@@ -188,9 +204,10 @@ def run_float8(
     kernel_scale: Array, rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the results of a `float8_plan_of`."""
-    matmul, norm = plan.forward.config
-    y = float8.run(x, kernel, kernel_scale, None, None, matmul)
-    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
+    matmul, norm, adds = plan.forward.config
+    of_matmul, of_norm = _who_adds(adds, bias, residual)
+    y = float8.run(x, kernel, kernel_scale, *of_matmul, matmul)
+    return layer_norm.run(y, *of_norm, gamma, beta, rng, norm)
 
 
 def run(

@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxft.reference import FLOAT8
+
 _LINEAR, _CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715  # For "gelu_tanh".
 
 # Derivatives lie between -0.13 and 1.13. The byte b stands for the derivative (b - 27) / 200.
@@ -45,9 +47,11 @@ def _normal_tail(x: Array, dtype: Any) -> Array:
     return jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
 
 
-def _half_argument(name: str, x: Array) -> Any:
+def _half_argument(name: str, x: Array, dtype: Any) -> Any:
     """Returns the y for which the activation is x / (1 + e^-2y), or None if it has no such form."""
     match name:
+        case "gelu" if dtype == FLOAT8:  # A minimax fit: the activation has an absolute error of 2.8e-4.
+            return x * (0.80015532 + 0.0347017 * (x * x))
         case "gelu":  # A minimax fit: 1 / (1 + e^-2y) has an absolute error of 2.6e-5.
             square = jnp.minimum(x * x, 16.0)  # For larger x the polynomial decreases; tanh(y) is 1 there.
             return x * (0.79750916 + square * (0.037004681 - 0.00035134242 * square))
@@ -67,11 +71,11 @@ def _by_tanh(x: Array, t: Array) -> Array:
 def activation(name: str, x: Array, dtype: Any) -> Array:
     """Computes an activation of float32 `x`, in float32, as accurately as results that are rounded to `dtype` need.
 
-    For float32 the absolute error is 2e-6; near 0 this is also the relative error. For bfloat16, small negative results
-    may have the wrong sign. This error is smaller than the rounding errors of the larger results.
+    For float32 the absolute error is 2e-6; near 0 this is also the relative error. For bfloat16 and float8, small
+    negative results may have the wrong sign. This error is smaller than the rounding errors of the larger results.
     """
-    y = _half_argument(name, x)
-    if dtype == jnp.bfloat16 and y is not None:
+    y = _half_argument(name, x, dtype)
+    if dtype in (jnp.bfloat16, FLOAT8) and y is not None:
         # By the documentation of the hardware's tanh, the error is up to |x| / 4096, too much for float16.
         return _by_tanh(x, jnp.tanh(y))
     match name:
@@ -107,7 +111,7 @@ def activation_and_derivative(name: str, x: Array, dtype: Any) -> tuple[Array, A
         case "gelu_tanh":
             a = jnp.maximum(jnp.minimum(x, 11.0), -11.0)
             values, derivative = _times_sigmoid(
-                x, 2.0 * _half_argument(name, a), 2.0 * _LINEAR + 6.0 * _CUBIC * (a * a)
+                x, 2.0 * _half_argument(name, a, dtype), 2.0 * _LINEAR + 6.0 * _CUBIC * (a * a)
             )
         case "silu":
             values, derivative = _times_sigmoid(x, x, 1.0)
@@ -136,7 +140,7 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     """
     # H200, tanh of a million numbers: relative error 1e-5 (documented 5e-4), and exactly 1 from 8.25 on, 2026-11-26
     # See docs/performance-notes.md, "Dense layers with activation derivatives (Mosaic GPU)".
-    y = _half_argument(name, x)
+    y = _half_argument(name, x, jnp.bfloat16)
     if y is None:
         values = activation(name, x, jnp.bfloat16)
         one = _STEPS + _TO_LAST_BYTE

@@ -30,7 +30,6 @@ def _fwd_kernel(
     x_ref, kernel_ref, scale_ref, bias_ref, residual_ref, angle_ref, y_ref, also_ref=None, *, name: Any, also: Any,
     gate: str | None, x_scale: float, float8_scale: float | None, config: MosaicDenseConfig,
 ):  # fmt: skip
-    rounded = y_ref.dtype if float8_scale is None else jnp.bfloat16  # activations have no form for float8 of their own
     halves, width = 1 if gate is None else 2, y_ref.shape[1]
     tile_m, tile_n = config.tile_m, config.tile_n // halves
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
@@ -89,11 +88,11 @@ def _fwd_kernel(
                 kept = sums
                 if gate is not None:
                     gated, factor = sums if gate == "first" else sums[::-1]
-                    values = act.activation(name, gated, rounded) * factor
+                    values = act.activation(name, gated, y_ref.dtype) * factor
                 elif also == "derivative":
                     values, *kept = act.activation_and_derivative(name, values, y_ref.dtype)
                 elif name is not None:
-                    values = act.activation(name, values, rounded)
+                    values = act.activation(name, values, y_ref.dtype)
                 if residual_ref is not None:
                     plgpu.barrier_wait(residual_there.at[2 * warps + i % 2])
                     values += residual_smem[warps, i % 2].astype(jnp.float32)
@@ -104,9 +103,8 @@ def _fwd_kernel(
                     x, y = values[:, :middle], values[:, middle:]
                     turns = jnp.broadcast_to(column + n < width - width // 3, x.shape)  # The values keep their bits.
                     values = jnp.where(turns, x * cos - y * sin, x), jnp.where(turns, y * cos + x * sin, y)
-                if float8_scale is not None:
-                    values = values if float8_scale == 1.0 else values * (1.0 / float8_scale)
-                    values = jnp.maximum(jnp.minimum(values, reference.LARGEST_FLOAT8), -reference.LARGEST_FLOAT8)
+                if float8_scale not in (None, 1.0):
+                    values *= 1.0 / float8_scale
                 stores = [(y_smem.at[warps, i % places], values, y_ref.at[here])]
                 if also_ref is not None:
                     for half, other in enumerate(kept):

@@ -368,8 +368,8 @@ def load_tile(p: Problem, ref, index, row, block: int, head, in_rows: Array | No
 def store_tile(p: Problem, ref, index, row, head, tile, in_rows: Array | None) -> None:
     """Stores a tile `[block, width]` into an array `[B, L, heads, H]`, only the rows `in_rows` (None: all rows)."""
     block = tile.shape[0]
-    place = index, common.span(row, block), head, common.span(0, p.width)
-    common.store(ref.at[place], tile.astype(ref.dtype), mask=tile_mask(p, block, in_rows))
+    rows, columns = common.place_to_store(ref.dtype, row, 0, tile.shape)
+    common.store(ref.at[index, rows, head, columns], tile.astype(ref.dtype), mask=tile_mask(p, block, in_rows))
 
 
 def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
