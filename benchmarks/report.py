@@ -17,9 +17,10 @@ import timing
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- table: peers -->", "<!-- end -->"
 PEERS = "peers, "
-#: Start of an op -> title of its section. An op belongs to the first that fits.
+#: Start of an op -> title of its section. An op belongs to the first that fits. Ops of FP8 belong to "fp8".
 TITLES = {
     "modern": "Modern encoders with embeddings, beside plain JAX and transformers",
+    "fp8": "FP8 inference beside bfloat16",
     "encoder": "Encoder, forward pass of all layers, without embeddings",
     "training step": "Training step, value and gradients of all layers",
     "contrastive step": "Contrastive training step with embeddings, pooling and loss: pairs, tokens of a text",
@@ -42,6 +43,7 @@ METRICS = {
     "queued_us": "wall time per call, microseconds, with calls queued",
     "blocking_us": "wall time of a call and the wait for its result, microseconds",
     "device_us": "time that a call keeps the GPU busy, microseconds",
+    "sustained_us": "wall time per call, microseconds, in at least 30 s of queued calls",
     "wall_us": "wall time of a call, microseconds",
     "temporary_mib": "memory beside arguments and results, MiB",
 }
@@ -72,12 +74,15 @@ def section(row: timing.Row) -> str:
     """Returns the key of `TITLES` that a row belongs to."""
     if row["op"].startswith(PEERS):
         return "peers"
+    if "fp8" in row["op"]:
+        return "fp8"
     return next((name for name in TITLES if row["op"].startswith(name)), "other")
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
     """Returns the metrics that a section shows: wall times of what a user waits for, device times of single kernels."""
     metrics = {
+        "fp8": ("device_us", "sustained_us"),
         "encoder": ("queued_us", "blocking_us", "device_us"),
         "training step": ("queued_us", "temporary_mib"),
         "contrastive step": ("queued_us", "temporary_mib"),
