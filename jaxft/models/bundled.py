@@ -20,7 +20,7 @@ class Bundled:
     """Callable that bundles a model and keeps the joined vectors until an array of the model is replaced."""
 
     def __init__(self, implementation: str | None) -> None:
-        self._implementation = "xla" if implementation == "xla" else None
+        self.implementation = "xla" if implementation == "xla" else None
         # Structure of the model, references to its arrays, the joined arrays, and the function that rebuilds the model.
         # A single attribute, because several threads may compute embeddings. The references are weak, so that arrays
         # that the model no longer has are freed.
@@ -36,7 +36,7 @@ class Bundled:
             same = len(leaves) == len(seen) and all(ref() is x for ref, x in zip(seen, leaves, strict=True))
             if same and structure == before:
                 return [*(leaves[i] for i in rebuild.order[: rebuild.whole]), *joined], rebuild
-        arrays, rebuild = bundle_with(jax.tree.unflatten(structure, leaves), self._implementation, _concatenated)
+        arrays, rebuild = bundle_with(jax.tree.unflatten(structure, leaves), self.implementation, _concatenated)
         if last and last[3] == rebuild:
             rebuild = last[3]  # JAX finds a compiled program faster by the same object
         self._last = structure, [weakref.ref(x) for x in leaves], arrays[rebuild.whole :], rebuild
