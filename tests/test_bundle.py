@@ -227,6 +227,78 @@ def test_arrays_are_joined_once():
     assert len(jax.tree.leaves(other(arrays))) == len(jax.tree.leaves(model))
 
 
+class Shelves(nnx.Module):
+    """Has arrays in places of all kinds."""
+
+    def __init__(self, box=None):
+        self.own = nnx.Param(jnp.arange(3.0))
+        self.nothing = None
+        self.empty = nnx.List([])
+        self.parts = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))])
+        self.again = self.parts[0]
+        self.fixed = "ab"
+        if box is not None:
+            self.box = nnx.data(box)
+
+
+def flattened(monkeypatch):
+    """Returns a list that gets each model that is flattened."""
+    found, flatten = [], jax.tree.flatten
+    monkeypatch.setattr(bundled.jax.tree, "flatten", lambda tree: found.append(tree) or flatten(tree))
+    return found
+
+
+def change_in_place(model):
+    model.box[0] = jnp.ones(3)
+
+
+def replace_first(model):
+    """The new variable may have the identity of the old one."""
+    del model.own
+    model.own = nnx.Param(jnp.ones(3))
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize(("change", "box"), [
+    (lambda model: None, None),
+    (lambda model: model.own.set_value(jnp.ones(3)), None),
+    (lambda model: model.again.bias.set_value(jnp.ones(3)), None),
+    (replace_first, None),
+    (lambda model: model.parts.append(nnx.Linear(2, 3, rngs=nnx.Rngs(2))), None),
+    (lambda model: setattr(model, "fixed", "b"), None),
+    (lambda model: setattr(model, "more", nnx.Param(jnp.ones(3))), None),
+    (lambda model: setattr(model, "nothing", nnx.data(nnx.Param(jnp.ones(3)))), None),
+    (lambda model: setattr(model, "fixed", "".join(["a", "b"])), None),
+    (lambda model: vars(model).update(other=vars(model).pop("fixed")), None),
+    (change_in_place, [jnp.arange(3.0)]),
+    (lambda model: model.box.set_value((jnp.ones(3),)), nnx.Param((jnp.arange(3.0),))),
+])  # fmt: skip
+def test_any_change_of_a_module_is_noticed(change, box, monkeypatch):
+    model, of_model = Shelves(box), bundled.Bundled(None)
+    of_model(model)
+    change(model)
+    seen = flattened(monkeypatch)
+    arrays, rebuild = of_model(model)
+    expected, rebuilt = jax.tree.leaves(model), rebuild(arrays)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(model)
+    chex.assert_trees_all_equal(jax.tree.leaves(rebuilt), expected)
+    seen.clear()
+    of_model(model)
+    assert len(seen) == (box is not None)  # an unchanged model is not flattened again
+
+
+@pytest.mark.usefixtures("forced")
+def test_other_models_are_noticed():
+    of_model, models = bundled.Bundled(None), []
+    for seed in range(3):
+        models.append(Shelves())
+        models[-1].own.set_value(jnp.full(3, 1.0 + seed))
+        arrays, rebuild = of_model(models[-1])
+        np.testing.assert_array_equal(rebuild(arrays).own[...], models[-1].own[...])
+        if seed:  # one that lives on, and one that is freed
+            models.clear()
+
+
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_models_are_bundled_without_a_compilation(is_committed, compiled):

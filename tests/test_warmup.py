@@ -350,11 +350,17 @@ def test_only_cards_that_run_mosaic_import_it_ahead(imported):
     assert imported == ["jaxft.kernels.mosaic_gpu.dense"]
 
 
-def test_mosaic_is_imported_before_the_first_program_is_traced(folder, monkeypatch):
-    """While the weights are read, unless there are programs of earlier processes; then while XLA compiles."""
+def asked_for_mosaic(monkeypatch):
+    """Returns a list that gets an element whenever an encoder starts the import."""
     asked = []
     for module in (devices, text_encoder):
         monkeypatch.setattr(module, "import_mosaic_gpu", asked.append)
+    return asked
+
+
+def test_mosaic_is_imported_before_the_first_program_is_traced(folder, monkeypatch):
+    """While the weights are read, unless there are programs of earlier processes; then while XLA compiles."""
+    asked = asked_for_mosaic(monkeypatch)
     encoder = SentenceEncoder.from_pretrained(folder)
     assert asked == [dispatch.device()]
     encoder.encode("rain")
@@ -362,3 +368,16 @@ def test_mosaic_is_imported_before_the_first_program_is_traced(folder, monkeypat
     monkeypatch.setattr(text_encoder.compilation_cache, "is_empty", lambda: False)
     SentenceEncoder.from_pretrained(folder)
     assert len(asked) == 2
+
+
+def test_programs_without_kernels_import_no_mosaic(folder, tmp_path, monkeypatch):
+    asked = asked_for_mosaic(monkeypatch)
+    encoder = SentenceEncoder.from_pretrained(folder, implementation="xla", packed=False)
+    encoder.encode("rain")
+    assert not asked
+    pytest.importorskip("flatbuffers")
+    encoder = SentenceEncoder.from_pretrained(folder, max_seq_length=8, packed=False)
+    encoder.export(tmp_path / "exported", batch_size=1)
+    asked.clear()
+    SentenceEncoder.from_exported(tmp_path / "exported").encode("rain", batch_size=1)
+    assert not asked

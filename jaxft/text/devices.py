@@ -122,7 +122,9 @@ class Dealer:
                         work: Callable[[], Any]
                         if name is None or kept is None:
                             work = functools.partial(programs.compile, function.lower(*call), name)
-                            import_mosaic_gpu(dispatch.device())
+                            # Exported programs have been traced already.
+                            if self._bundled.implementation != "xla" and hasattr(function, "trace"):
+                                import_mosaic_gpu(dispatch.device())
                         else:
                             (home,) = dispatch.homes(call[0])
                             work = functools.partial(programs.load, name, kept, home, programs.state(call))

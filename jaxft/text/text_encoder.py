@@ -68,17 +68,18 @@ class Files(NamedTuple):
 
 def read_files(
     folder_or_id: str | os.PathLike[str], read: Callable[[Path], module_files.Layout], *, revision: str | None,
-    cache_dir: str | os.PathLike[str] | None, local_files_only: bool,
+    cache_dir: str | os.PathLike[str] | None, local_files_only: bool, implementation: str | None,
 ) -> Files:  # fmt: skip
     """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout.
 
-    If no programs are stored, a thread starts to import what tracing the first one needs.
+    If a model with this `implementation` has kernels and no programs are stored or exported, a thread starts to import
+    what tracing the first program needs.
     """
     folder = checkpoint_files.resolve(
         folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
     )
     layout = read(folder)
-    if compilation_cache.is_empty():
+    if implementation != "xla" and compilation_cache.is_empty() and not (folder / exported.FILE).exists():
         import_mosaic_gpu(dispatch.device())
     return Files(folder, layout, tokenizer_files.Settings(layout.transformer))
 
@@ -222,12 +223,14 @@ class TextEncoder:
         prompts: Mapping[str, str] | None,
         default_prompt_name: str | None,
         similarity_fn_name: str | None,
+        implementation: str | None,
         packed: bool | None,
     ) -> Self:
         """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
         files = folder, layout, settings = read_files(
-            folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
-        )
+            folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only,
+            implementation=implementation,
+        )  # fmt: skip
         own = parts(layout)
         config = own["model"].config
         if max_seq_length is None:
