@@ -53,7 +53,7 @@ CPU = (
     "examples_parts", "fusion", "fusion_transforms", "fusion_traps", "hostile_files", "import", "inputs",
     "instructions", "latency", "layers", "long_texts", "lowering", "lowering_attention", "minilm", "modes",
     "multi_vector_encoder", "mutants", "order", "other_systems", "partition", "passed_options", "peer_values",
-    "plans", "quantization", "question_answering", "reference", "saving", "search", "sentence_encoder",
+    "plans", "quantization", "question_answering", "records", "reference", "saving", "search", "sentence_encoder",
     "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "splade", "text_types",
     "token_classification", "tuning",
 )  # fmt: skip

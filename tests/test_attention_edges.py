@@ -14,6 +14,7 @@ import oracle
 from cases import check, in_float64, jit, normal, random_cotangents, slow_cases, value_and_gradients
 from compare import assert_matches_oracle
 from jaxft import reference
+from test_attention import check_op
 from test_attention_gradients import allowed_pairs, check_padding_of
 
 
@@ -70,6 +71,29 @@ def test_values_seen_by_padding_queries_only(name, block, blocks):
     blocks(*[(block, block)] * 3)
     options = RULES[name] | {"query_seq_lengths": LENGTHS}
     check_padding_of(options, allowed_pairs((3, 2, 64, 64), **{"mask": None} | options)[:, 0])
+
+
+FULL_BLOCKS = {
+    "keys": {"mask": np.arange(64) % 3 > np.array([0, 1])[:, None, None, None]},
+    "pairs": {"mask": (np.arange(64)[:, None] * np.arange(64) % 5 > 1)[None, None]},
+    "lengths": {"key_value_seq_lengths": np.array([32, 33], np.int32)},
+    "before": {"local_window_size": (40, 64)},
+    "after": {"local_window_size": (64, 40)},
+    "segments": {f"{side}_segment_ids": np.array([[0] * 8 + [1] * 56, [0] * 50 + [7] * 14], np.int32)
+                 for side in ("query", "key_value")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("keys", 64), ("pairs", 64), ("before", 16), ("after", 16), ("segments", 16),
+     *slow_cases(("lengths", 64), ("before", 64), ("segments", 64), ("keys", 16), ("pairs", 16), ("lengths", 16))],
+)  # fmt: skip
+def test_blocks_that_positions_fill(name, block, blocks):
+    """All blocks have only positions that exist, so that a rule alone says which of them need a mask."""
+    blocks(*[(block, block)] * 3)
+    floats = separate(np.random.default_rng(0), 2, 64, 64, 1, 16)
+    check_op(floats, **FULL_BLOCKS[name])
 
 
 B, N, T, S = 2, 2, 18, 20

@@ -108,7 +108,7 @@ MASKS = {
     "keys": {"mask": np.arange(50) % 3 > np.array([0, 5])[:, None, None, None]},
     "pairs": {"mask": (np.arange(50)[:, None] < 30) & (np.arange(50) > 20)},
 }
-SOME_MASKS = ("lengths",)  # the random cases have all masks
+SOME_MASKS = "lengths", "segments"  # the random cases have all masks
 
 
 def pairs(name, rows, keys):
@@ -130,8 +130,14 @@ def test_padding_reaches_no_gradient(name, block_k, blocks):
     check_padding_of(MASKS[name], pairs(name, 50, 50))
 
 
+@pytest.mark.parametrize("block", [16, *slow(64)])
+def test_keys_outside_of_all_windows_reach_no_gradient(block, blocks):
+    blocks(*[(block, block)] * 3)
+    check_padding_of(MASKS["window"], pairs("window", 20, 50))
+
+
 @pytest.mark.parametrize("length", [40, *slow(16)])
-@pytest.mark.parametrize("name", ["causal", *slow("queries", "keys", "holes")])
+@pytest.mark.parametrize("name", ["causal", "queries", *slow("keys", "holes")])
 def test_padding_in_one_block_reaches_no_gradient(name, length, blocks):
     """Queries without keys are visited, but a half of a block without any pair is skipped."""
     lengths = np.array([0, length, 9, 32, 33], np.int32).clip(max=length)
@@ -148,8 +154,9 @@ def test_padding_in_one_block_reaches_no_gradient(name, length, blocks):
 
 def check_padding_of(options, attends):
     """Asserts that NaN and infinities of unused rows and of their cotangents reach no output and no gradient."""
-    shape = (*attends.shape[:2], 2, 8)
-    clean = normal(np.random.default_rng(0), jnp.float32, query=shape, key=shape, value=shape)
+    (batch, rows, keys), heads = attends.shape, (2, 8)
+    query, key = (batch, rows, *heads), (batch, keys, *heads)
+    clean = normal(np.random.default_rng(0), jnp.float32, query=query, key=key, value=key)
     queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
 
     def attend(**floats):
@@ -162,7 +169,7 @@ def check_padding_of(options, attends):
     chex.assert_trees_all_equal(run(clean, poisoned), run(clean, cotangents))
 
 
-@pytest.mark.parametrize("longest", [16, *slow(40)])
+@pytest.mark.parametrize("longest", [16, 32, *slow(40)])
 def test_packed_sequence_depends_on_no_neighbour(longest, blocks):
     """Values and gradients are bitwise the same, whatever lies before and after the sequence."""
     blocks((16, 16), (16, 32), (32, 16))
@@ -183,6 +190,24 @@ def test_packed_sequence_depends_on_no_neighbour(longest, blocks):
         return {i: found[boundaries[n] : boundaries[n + 1]] for n, i in enumerate(order)}
 
     chex.assert_trees_all_equal(run([0, 1, 2]), run([2, 0, 1]))
+
+
+@pytest.mark.parametrize("block", [32, *slow(16)])
+def test_rows_of_overlong_sequences_have_no_gradient(block, blocks):
+    """Each tile of such a sequence writes the gradients of its rows, also where half of its keys are enough."""
+    blocks(*[(block, block)] * 3)
+    qkv, boundaries = jnp.asarray(np.random.default_rng(0).standard_normal((75, 3, 1, 8)), jnp.float32), [0, 60, 70]
+
+    def gradient(implementation):
+        def run(qkv, boundaries):
+            return jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=16, implementation=implementation)
+
+        pull_back = jax.jit(lambda *x: jax.vjp(lambda qkv: run(qkv, x[1]), x[0])[1](x[0][:, 0])[0])
+        return pull_back(qkv, jnp.asarray(boundaries))
+
+    got = gradient("triton")
+    np.testing.assert_allclose(got, gradient("xla"), rtol=1e-4, atol=1e-5)
+    assert (got[16:60] == 0.0).all() and (got[70:] == 0.0).all()
 
 
 @pytest.mark.parametrize("derivative", ["first", *slow("second")])

@@ -1,6 +1,7 @@
 """Corpora: files of texts in, parquet parts out, the same bytes after any interruption; bad data is named."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -127,6 +128,13 @@ def test_ranges_are_from_the_first_texts(encoder, monkeypatch):
     np.testing.assert_allclose(ranges, [first.min(axis=0), first.max(axis=0)], atol=1e-5)
 
 
+def test_ranges_of_no_texts_are_written(encoder):
+    write("a.parquet", pa.array([None] * 3, pa.string()))
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", precision="int8")
+    assert np.shape(json.loads(Path("out/manifest.json").read_text())["ranges"]) == (2, tiny.WIDTH)
+    assert read("out")["embedding"].null_count == 3
+
+
 def test_shards_make_the_same_parts(encoder):
     write("a.parquet", TEXTS)
     options = {"rows_per_part": 40}
@@ -175,6 +183,12 @@ def test_chunks_are_bounded_in_characters(encoder, monkeypatch):
     file = pq.ParquetFile("cut/part-000000.parquet")
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert len(sizes) > 5 and sum(sizes) == 50
+    ends = np.cumsum(sizes)[:-1]
+    assert all(sum(map(len, TEXTS[first:stop])) <= 500 < sum(map(len, TEXTS[first : stop + 1]))
+               for first, stop in zip([0, *ends], ends, strict=False))  # fmt: skip
+    write("b.txt", ["a" * 100] * 10)  # five fit exactly
+    corpora.encode_corpus(encoder, ["b.txt"], "exact")
+    assert [pq.ParquetFile("exact/part-000000.parquet").metadata.row_group(i).num_rows for i in range(2)] == [5, 5]
     np.testing.assert_allclose(vectors(read("cut")), vectors(read("whole")), atol=1e-5)
 
 
@@ -190,6 +204,7 @@ def test_strings_of_other_arrow_types(encoder):
 def test_batch_reads_only_its_texts_of_a_dictionary():
     words = pa.array([f"text {i}" for i in range(100_000)])
     array = pa.DictionaryArray.from_arrays(pa.array([7, None, 99_999, 7], pa.int32()), words)
+    records._strings(array[:1])  # imports what pyarrow needs
     tracemalloc.start()
     try:
         found, most = records._strings(array), tracemalloc.get_traced_memory()[1]
@@ -367,6 +382,33 @@ def test_memory_of_written_embeddings_is_used_again(encoder, monkeypatch):
     np.testing.assert_allclose(vectors(read("out")), encoder.encode(TEXTS), atol=1e-5)
 
 
+def test_embeddings_are_stored_without_dictionaries(encoder):
+    write("a.parquet", TEXTS, number=[*range(230)])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", keep=["number"])
+    group = pq.ParquetFile("out/part-000000.parquet").metadata.row_group(0)
+    number, embedding = group.column(0), group.column(1)
+    assert (number.has_dictionary_page, number.compression, number.is_stats_set) == (True, "ZSTD", True)
+    assert (embedding.has_dictionary_page, embedding.compression, embedding.is_stats_set) == (
+        False, "UNCOMPRESSED", False
+    )  # fmt: skip
+
+
+def test_few_chunks_wait_for_the_writer(encoder, monkeypatch):
+    real, most = corpora._OpenPart.write, []
+
+    def slow_write(part, *chunk):
+        time.sleep(0.01)
+        real(part, *chunk)
+
+    add = corpora._Writer.add
+    monkeypatch.setattr(corpora._OpenPart, "write", slow_write)
+    monkeypatch.setattr(corpora._Writer, "add", lambda *args: (add(*args), most.append(len(args[0]._waiting))))
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
+    write("a.parquet", TEXTS[:60])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out")
+    assert max(most) == corpora._QUEUED == 4
+
+
 def test_part_is_finished_while_the_next_is_written(encoder, monkeypatch):
     is_next, add, finish = threading.Event(), corpora._OpenPart.write, corpora._OpenPart.finish
 
@@ -409,6 +451,38 @@ def test_other_settings_are_refused_by_name(encoder):
             corpora.encode_corpus(encoder, folder="out", **(options | others))
     corpora.encode_corpus(encoder, folder="out", **(options | {"model": {"dtype": "float32", "_name": "y"}}))
     assert contents("out") == expected
+
+
+def test_changed_data_and_another_length_are_refused(encoder, monkeypatch):
+    write("a.txt", TEXTS[:9])
+    corpora.encode_corpus(encoder, ["a.txt"], "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "max_seq_length", encoder.max_seq_length - 1)
+        with pytest.raises(DataError, match="^out: its parts were made with max_seq_length"):
+            corpora.encode_corpus(encoder, ["a.txt"], "out")
+    write("a.txt", TEXTS[:8])
+    with pytest.raises(DataError, match=r"^out: its parts were made with data \[\['a.txt', \d+\]\], not"):
+        corpora.encode_corpus(encoder, ["a.txt"], "out")
+
+
+def test_first_manifest_counts(folder):
+    """Another process may write it between the look and the write."""
+    for ranges in ([[1.0], [2.0]], None):
+        assert corpora._write_manifest(folder, {"a": 1}, {"ranges": ranges}) == [[1.0], [2.0]]
+
+
+def test_digest_of_a_model_follows_all_files_and_their_places(folder):
+    files = {"config.json": "{}", "sub/a.json": "1", "sub/b.json": "2", "spiece.model": "3", "vocab.txt": "4"}
+    found = []
+    for change in ({}, {"sub/a.json": "2", "sub/b.json": "1"}, *({name: "5"} for name in files)):
+        for name, text in (files | change).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+        found.append(corpora.model_digest(folder))
+    (folder / "README.md").write_text("6")
+    assert corpora.model_digest(folder) == found[-1] and len({*found}) == len(found)
+    (folder / "sub").rename(folder / "sua")  # the order stays
+    assert corpora.model_digest(folder) not in found
 
 
 def test_parts_of_other_settings_are_computed_again_where_the_manifest_is_lost(encoder):
@@ -513,6 +587,26 @@ def test_text_that_cannot_be_encoded_is_named(encoder, monkeypatch):
     monkeypatch.setattr(real, "encodings", failing)
     with pytest.raises(DataError, match=r"^b.parquet, row 4: 'no' cannot be tokenised$"):
         corpora.encode_corpus(encoder, ["a.parquet", "b.parquet"], "out", rows_per_part=50)
+
+
+@pytest.mark.parametrize("first", ["", None])
+def test_text_that_fails_after_other_chunks_were_written_is_named(first, encoder, monkeypatch):
+    write("a.parquet", [first, *TEXTS[1:]])
+    real = encoder.encode
+
+    def failing(inputs, **options):
+        results = real(inputs, **options)
+
+        def some():
+            yield from itertools.islice(results, 2)
+            next(results)
+            raise corpora.TextError(11 - (first is None), TEXTS[11], "cannot be tokenised")
+
+        return results if isinstance(inputs, list) else some()
+
+    monkeypatch.setattr(encoder, "encode", failing)
+    with pytest.raises(DataError, match=rf"^a.parquet, row 12: {TEXTS[11]!r:.80} cannot be tokenised$"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=5)
 
 
 def test_compressed_files_are_capped(encoder, monkeypatch):

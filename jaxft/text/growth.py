@@ -30,18 +30,20 @@ class Growth:
     @property
     def factor(self) -> float:
         """Largest size of a text of one character."""
-        return max(self._factors)
+        ascii, beyond, _ = self._factors
+        return max(ascii, beyond) if self._steps else ascii + 3 * beyond
 
     @property
     def of_rules(self) -> float:
         """Largest growth by replacements and pre-tokenizers, without the growth by steps that know Unicode."""
-        return self._spread * math.prod(max(_factors(step)) for step, _ in self._steps if step["type"] not in _UNICODE)
+        rules = math.prod(max(_factors(step)) for step, _ in self._steps if step["type"] not in _UNICODE)
+        return rules * self._spread(1, 1, 1, 0)
 
     def bound(self, *texts: str) -> float:
         """Returns a number that the sizes of texts do not exceed together, in a hundredth of the time of the tokens."""
-        ascii, other = self._factors
-        beyond = sum([len(text.encode()) - len(text) for text in texts if not text.isascii()])
-        return ascii * sum(map(len, texts)) + other * beyond
+        ascii, beyond, of_text = self._factors
+        others = sum([len(text.encode()) - len(text) for text in texts if not text.isascii()])
+        return ascii * sum(map(len, texts)) + beyond * others + of_text * len(texts)
 
     def size(self, text: str, *, rough: float | None = None) -> float:
         """Returns the size of a text, or infinity if it is above `MOST`, without normalizing that much text.
@@ -52,16 +54,15 @@ class Growth:
             return bound
         total = 0.0
         for segment in self._segments(text):
-            total += self._spread * self._size_of_segment(segment)
+            total += 1 if segment is None else self._size_of_segment(segment)
             if total > MOST:
                 return math.inf
         return total
 
-    def _segments(self, text: str) -> Iterator[str]:
-        """Yields the parts of a text between added tokens, which are normalized one by one."""
+    def _segments(self, text: str) -> Iterator[str | None]:
+        """Yields the parts of a text between added tokens, which are normalized one by one, and None for each token."""
         for number, (first, stop) in zip((found := self._splitter.encode(text)).ids, found.offsets, strict=True):
-            if number == 0:
-                yield text[first:stop]
+            yield text[first:stop] if number == 0 else None
 
     def _size_of_segment(self, text: str) -> float:
         for step, normalize in self._steps:
@@ -79,34 +80,52 @@ class Growth:
             if size > MOST:
                 return math.inf
             text = normalize(text)
-        return len(text.encode()) if self._has_bytes else len(text)
+        return self._spread(len(text), len(text.encode()), text.count(" "), 1 + len(text) * self._later_parts)
 
     @functools.cached_property
     def _steps(self) -> list[tuple[dict[str, Any], Any]]:
         return [(step, _normalizer(step).normalize_str) for step in steps_of(_state(self._tokenizer.normalizer))]
 
     @functools.cached_property
-    def _has_bytes(self) -> bool:
-        """True if a token may be a byte of a character."""
-        return any(step["type"] == "ByteLevel" for step in self._splitters) or any(
-            self._tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
-        )
+    def _has_byte_tokens(self) -> bool:
+        """True if a byte of a character that the vocabulary lacks is a token."""
+        return any(self._tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
 
     @functools.cached_property
     def _splitters(self) -> list[dict[str, Any]]:
         return steps_of(_state(self._tokenizer.pre_tokenizer))
 
-    @functools.cached_property
-    def _spread(self) -> int:
-        """Growth by the pre-tokenizers after the first that puts a character before words or writes bytes."""
-        kinds = [step["type"] for step in self._splitters]
-        prefixes = kinds.count("Metaspace") + sum(bool(step.get("add_prefix_space")) for step in self._splitters)
-        return max(prefixes, 1) << max(kinds.count("ByteLevel") - 1, 0)
+    def _spread(self, characters: float, in_bytes: float, spaces: float, parts: float, first: int = 0) -> float:
+        """Returns the largest size of normalized text after the pre-tokenizers from `first` on.
+
+        The text has `parts` parts that are pre-tokenized one by one, and `in_bytes` bytes in UTF-8. The result is the
+        largest of some linear functions, so the sum of the results of several texts is at least the result of them all.
+        """
+        for number, step in enumerate(self._splitters[first:], first + 1):
+            match step["type"]:
+                case "WhitespaceSplit":  # there is no white space beside each other part
+                    fewer = (characters - parts) / 2
+                    short = self._spread(characters - fewer, in_bytes - fewer, 0, parts + fewer, number)
+                    return max(short, self._spread(characters, in_bytes, 0, parts, number))
+                case "Metaspace":
+                    mark = len(step["replacement"].encode())
+                    in_bytes += (mark - 1) * spaces
+                    spaces = characters + parts if step["replacement"] == " " else 0
+                    if step["prepend_scheme"] != "never":
+                        characters, in_bytes = characters + parts, in_bytes + mark * parts
+                case "ByteLevel":  # makes a character of one or two bytes from each byte
+                    if step["add_prefix_space"]:
+                        characters, in_bytes = characters + parts, in_bytes + parts
+                    parts = characters
+                    characters, in_bytes, spaces = in_bytes, 2 * in_bytes, 0
+                    continue
+            parts = characters  # each character may be a part
+        return in_bytes if self._has_byte_tokens else characters
 
     @functools.cached_property
-    def _factors(self) -> tuple[float, float]:
-        """Largest size from an ASCII character, and from another one for each byte beyond its first."""
-        ascii, other, is_ascii, unicode = 1.0, 1.0, True, 0
+    def _factors(self) -> tuple[float, float, float]:
+        """Largest size from an ASCII character, from another one for each byte beyond its first, and from each text."""
+        ascii, other, at_ends, is_ascii, unicode = 1.0, 1.0, 0.0, True, 0
         for step, _ in self._steps:
             of_ascii, of_other = _factors(step)
             if step["type"] in _UNICODE:  # together, these lengthen a text as much as the strongest of them
@@ -115,12 +134,32 @@ class Growth:
                 unicode = 0
             ascii *= of_ascii if is_ascii else max(of_ascii, of_other)
             other *= max(of_ascii, of_other)
+            at_ends *= max(of_ascii, of_other)
+            if "Regex" in step.get("pattern", ()):  # may match at the end, too
+                at_ends += len(step["content"])
             is_ascii = is_ascii and _keeps_ascii(step)
-        width = 4 if self._has_bytes else 1
-        # A character of n bytes has n - 1 bytes beyond the first, and one that is not changed gives n.
-        return self._spread * ascii * (1 if is_ascii else width), self._spread * (
-            other * width if self._steps else 1 if self._has_bytes else 0
-        )
+        of_ascii, of_other = (self._spread(1, width, 1, 0) for width in (1, 4))
+        of_part = at_ends * of_other + self._spread(0, 0, 0, 1)
+        # A character of n bytes has n - 1 bytes beyond the first. Each of them adds the same if nothing is normalized.
+        beyond = other * of_other if self._steps else self._spread(0, 1, 0, 0)
+        return ascii * (of_ascii if is_ascii else of_other) + self._parts(of_part) * of_part, beyond, of_part
+
+    @functools.cached_property
+    def _later_parts(self) -> float:
+        """Most parts that a character of a normalized text makes, beyond the first part of the text."""
+        return self._parts(self._spread(0, 0, 0, 1), is_normalized=True)
+
+    def _parts(self, size: float, is_normalized: bool = False) -> float:
+        """Returns how many parts between added tokens a character makes at most, if a part adds `size` to the text."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        late = [len(self._normalized(token.content)) for token in tokens if token.normalized]
+        early = [] if is_normalized else [len(token.content) for token in tokens if not token.normalized]
+        shortest = min(filter(None, early + late), default=math.inf)
+        # A token counts as its characters, which is enough for the part after it if they are many.
+        return 0.0 if shortest >= 1 + size else 1 / (1 + shortest)
+
+    def _normalized(self, text: str) -> str:
+        return text if self._tokenizer.normalizer is None else self._tokenizer.normalizer.normalize_str(text)
 
     @functools.cached_property
     def _splitter(self) -> "Tokenizer":

@@ -1,0 +1,181 @@
+"""Files of texts, without an encoder: which files are read, what a line is, the types of kept fields, the blocks."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxft.text import records
+from jaxft.text.records import DataError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(*names, column="text", keep=(), jsonl=False, wanted=lambda *_: True):
+    """Returns the blocks of files."""
+    files = records.sources(names, jsonl=jsonl)
+    return [*records.blocks(files, column, records.schema(files, column, keep), wanted)]
+
+
+def texts(*names, **options):
+    return [text for _, block in read(*names, **options) for text in block.texts]
+
+
+def test_lines_end_at_newlines_only():
+    Path("a.txt").write_bytes(b"\xef\xbb\xbfa\x0cb\r\n\n\n c \n\xef\xbb\xbfd\n\re\r\r\n")
+    assert texts("a.txt") == ["a\x0cb", "", "", " c ", "\ufeffd", "\re\r"]
+
+
+def test_longest_line_is_read(monkeypatch):
+    monkeypatch.setattr(records, "LONGEST_LINE", 4)
+    Path("a.txt").write_bytes(b"abc\nabcd")
+    assert texts("a.txt") == ["abc", "abcd"]
+    Path("a.txt").write_bytes(b"abc\nabcde")
+    with pytest.raises(DataError, match="^a.txt, line 2: has more than 4 bytes$"):
+        texts("a.txt")
+
+
+def test_files_of_a_folder_are_in_order_of_their_paths():
+    for name in ("b.txt", "a/c.txt", ".hidden.txt", "_part.txt", "notes.md", "d.txt.gz"):
+        Path("in", name).parent.mkdir(parents=True, exist_ok=True)
+        data = name.encode()
+        Path("in", name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert texts("in") == texts("in/") == ["a/c.txt", "b.txt", "d.txt.gz"]
+    assert [source.name for source in records.sources(["in/"])] == ["in/a/c.txt", "in/b.txt", "in/d.txt.gz"]
+    assert [source.is_compressed for source in records.sources(["in"])] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("files", "names", "options", "message"),
+    [
+        ({"in/notes.md": b"a"}, ["in"], {}, r"^in: has no files that end in .parquet, .jsonl"),
+        ({}, ["none.txt"], {}, "^cannot read none.txt: No such file"),
+        ({"a.md": b"a"}, ["a.md"], {}, "^a.md: expected a file that ends in"),
+        ({"a.jsonl": b'"a"\n3'}, ["a.jsonl"], {}, '^a.jsonl, line 2: expected a JSON string or an object with a str'),
+        ({"a.jsonl": b'{"b": 1}'}, ["a.jsonl"], {"column": "b"}, '^a.jsonl, line 1: expected .* field "b"$'),
+        ({"a.jsonl": b'"\\ud800"'}, ["a.jsonl"], {}, "^a.jsonl, line 1: the text is not valid Unicode"),
+        ({"a.jsonl": b'{"text": "\\ud800"}'}, ["a.jsonl"], {}, "^a.jsonl, line 1: the text is not valid Unicode"),
+        ({"a.txt": b"a\n\xff"}, ["a.txt"], {}, "^a.txt, line 2: not valid UTF-8$"),
+        ({"a.txt": b"a"}, ["a.txt"], {"keep": ["text", "b"]}, "^a.txt: lines of text have no column 'b'"),
+        ({"a.txt.gz": gzip.compress(b"a" * 99)[:-9]}, ["a.txt.gz"], {}, "^a.txt.gz: cannot be decompressed"),
+        ({"a.txt.gz": b"abc"}, ["a.txt.gz"], {}, "^a.txt.gz: cannot be decompressed"),
+        ({"a.txt": b"a", "b.jsonl": b"1"}, ["a.txt", "b.jsonl"], {}, "must be of one kind, got .jsonl and .txt"),
+        ({"a.jsonl": b'{"text": "a", "n": "\\ud800"}'}, ["a.jsonl"], {"keep": ["n"]}, "^a.jsonl, after line 0: field"),
+        ({"a.jsonl": b'{"text": "a", "n": 9223372036854775808}'}, ["a.jsonl"], {"keep": ["n"]}, "field 'n'"),
+        ({"a.jsonl": b'{"text": "", "n": 1}\n{"text": "", "n": "x"}'}, ["a.jsonl"], {"keep": ["n"]}, "field 'n' .--k"),
+    ],
+)  # fmt: skip
+def test_unreadable_files_are_named(files, names, options, message):
+    for name, data in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        texts(*names, **options)
+
+
+def test_null_text_needs_nulls():
+    assert records.record('{"text": null}', "a", nulls=True) == {"text": None}
+    with pytest.raises(DataError, match="^a: expected a JSON string"):
+        records.record('{"text": null}', "a")
+
+
+def test_json_lines_may_have_any_name():
+    Path("a.log").write_text('"a"\n{"text": null}\n')
+    Path("b.txt").write_text('"b"')
+    assert texts("a.log", "b.txt", jsonl=True) == ["a", None, "b"]
+    pq.write_table(pa.table({"text": ["c"]}), "c.parquet")
+    assert texts("c.parquet", jsonl=True) == ["c"]
+
+
+@pytest.mark.parametrize("size", [None, 10, 40])
+def test_expansion_is_capped_by_the_size(size, monkeypatch):
+    monkeypatch.setattr(records, "_LEAST_CAP", 3000)
+    Path("a.gz").write_bytes(gzip.compress(b"ab\n" * 2000))
+    with open("a.gz", "rb") as file:
+        expanded = records.Expanded(file, "a.gz", size)
+        assert [*records.lines(records.Expanded(io.BytesIO(gzip.compress(b"ab\n" * 900)), "b.gz", size), "b.gz")]
+        if size == 40:  # 8,000 bytes may come
+            assert len([*records.lines(expanded, "a.gz")]) == 2000
+        else:
+            with pytest.raises(DataError, match="expands to more than 200 times its size"):
+                [*records.lines(expanded, "a.gz")]
+
+
+def test_types_of_kept_fields_are_inferred(monkeypatch):
+    rows = [{"text": "a", "s": "x", "i": 1, "n": 1, "b": True}, {"text": "b", "n": 2.5, "s": None}]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = records.sources(["a.jsonl"])
+    found = records.schema(files, "text", ["s", "i", "n", "b", "none"])
+    assert [str(kind) for kind in found.types] == ["string", "int64", "double", "bool", "string"]
+    ((_, block),) = read("a.jsonl", keep=["n", "b"])
+    assert block.kept.to_pydict() == {"n": [1.0, 2.5], "b": [True, None]}
+    assert block[1:2].texts == ["b"] and block[1:2].row == 1 and block[1:2].kept["n"].to_pylist() == [2.5]
+    monkeypatch.setattr(records, "_SAMPLE", 1)  # the second record does not fit
+    with pytest.raises(DataError, match="^a.jsonl, line 2: field 'n' must be int64 as in the first records, got 2.5$"):
+        read("a.jsonl", keep=["n"])
+    Path("b.jsonl").write_text('{"text": "a", "b": 1}\n{"text": "a", "b": true}\n')
+    with pytest.raises(DataError, match="^b.jsonl, line 2: field 'b' must be int64"):
+        read("b.jsonl", keep=["b"])
+
+
+def test_types_come_from_a_thousand_records():
+    rows = [{"text": "a", "n": 1}] * 999 + [{"text": "a", "n": 2.5}] * 2
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert str(records.schema(records.sources(["a.jsonl"]), "text", ["n"]).field("n").type) == "double"
+
+
+def test_blocks_are_bounded_and_unwanted_ones_left_out(monkeypatch):
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 10)
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 3)
+    Path("a.txt").write_text("aaaaa\nbbbbb\nccccc\nd\nd\nd\nd\n" + "e" * 20 + "\n")
+    Path("b.txt").write_text("f\ng\n")
+    found = read("a.txt", "b.txt")
+    assert [(first, block.row, len(block.texts)) for first, block in found] == [
+        (0, 0, 2), (2, 2, 3), (5, 5, 2), (7, 7, 1), (8, 0, 2)
+    ]  # fmt: skip
+    assert [block.source.name for _, block in found] == ["a.txt"] * 4 + ["b.txt"]
+    asked = []
+    left = read("a.txt", "b.txt", wanted=lambda first, stop: asked.append((first, stop)) or first in (2, 8))
+    assert [first for first, _ in left] == [2, 8] and asked == [(0, 2), (2, 5), (5, 7), (7, 8), (8, 10)]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_row_groups_of_parquet_are_read_where_wanted(kind, monkeypatch):
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 2)
+    rows = [None if number == 4 else f"text {number // 2}" for number in range(9)]
+    pq.write_table(pa.table({"text": pa.array(rows).cast(kind), "n": [*range(9)]}), "a.parquet", row_group_size=3)
+    found = read("a.parquet", keep=["n", "text"], wanted=lambda first, _: first != 3)
+    assert [(first, block.row) for first, block in found] == [(0, 0), (2, 2), (6, 6), (8, 8)]
+    assert [text for _, block in found for text in block.texts] == rows[:3] + rows[6:]
+    assert [n for _, block in found for n in block.kept["n"].to_pylist()] == [0, 1, 2, 6, 7, 8]
+    assert {str(block.kept["text"].type) for _, block in found} == {str(records.schema(
+        records.sources(["a.parquet"]), "text", ["text"]).field("text").type)}  # fmt: skip
+    assert texts("a.parquet", "a.parquet") == rows * 2
+    assert [first for first, _ in read("a.parquet", "a.parquet")][-1] == 17
+
+
+def test_wrong_columns_of_parquet_are_named():
+    pq.write_table(pa.table({"text": ["a"], "n": [1]}), "a.parquet")
+    pq.write_table(pa.table({"text": ["a"], "n": ["b"]}), "b.parquet")
+    with pytest.raises(DataError, match="^b.parquet: column 'n' must be int64 as in a.parquet, got string$"):
+        read("a.parquet", "b.parquet", keep=["n"])
+    with pytest.raises(DataError, match="^a.parquet: column 'n' must hold strings, got int64$"):
+        read("a.parquet", column="n")
+    with pytest.raises(DataError, match=r"^a.parquet: has no column 'x' \(--keep\); its columns are text, n$"):
+        read("a.parquet", keep=["x"])
+
+
+@pytest.mark.parametrize("rows", [[0, 0, 0, None, 0, 1, 1, 1], [0, 1, None, 2]])
+def test_items_of_a_dictionary_are_shared_if_few_are_used(rows):
+    array = pa.DictionaryArray.from_arrays(pa.array(rows, pa.int32()), pa.array(["some text", "other text", "third"]))
+    found = records._strings(array)
+    assert found == array.to_pylist()
+    assert (found[-1] is found[-2]) == (len(rows) == 8)
