@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import seeds, slow, some
+from cases import lower, seeds, slow, some
 from jaxft.kernels.triton.attention_problem import Options, Rules, problem
 from jaxft.kernels.triton.attention_spans import spans_of_keys, spans_of_queries
+from lowered import of, operations
 
 SIZES = [5, 48, 64, 83]
 
@@ -134,3 +135,13 @@ def test_spans_of_packed_sequences_hold_every_pair(seed):
             inside = np.arange(max(length, longest)) < (min(length, longest) if sequence < 3 else 0)
             mask = in_window(inside.size, inside.size, limits) & inside & inside[:, None]
             assert_span(span, at, block, other_block, mask[:length, :longest])
+
+
+def test_spans_are_few_operations():
+    """XLA compiles them for each program."""
+
+    def spans(qkv, cu_seqlens):
+        p = problem(qkv, None, None, Rules(cu_seqlens=cu_seqlens), Options(1.0, (None, None), max_seqlen=64))
+        return spans_of_queries(p, 16, 64)
+
+    assert operations(lower(spans, of((64, 3, 12, 32), jnp.bfloat16), of((9,), jnp.int32))).total() <= 200

@@ -127,11 +127,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     full_start = jnp.clip(full_start, _div(first, other_block), end)
     full_stop = jnp.clip(full_stop, full_start, end)
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
-    column = jnp.arange(len(columns), dtype=jnp.int32)[None, None]
-    spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
-    for i, part in enumerate(columns):  # elementwise operations, which XLA fuses into one kernel
-        spans = jnp.where(column == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
-    return spans.astype(jnp.int32)
+    return jnp.stack([jnp.broadcast_to(x, last.shape) for x in columns], axis=2)
 
 
 def _range_of_ids(side: Side, block: int) -> tuple[Array, Array]:
