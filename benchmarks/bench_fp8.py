@@ -1,8 +1,8 @@
 """FP8 inference beside jaxft's own bfloat16, in the same process: matmuls, and whole BERT encoders with random weights.
 
-`sustained_us` is the wall time per call over at least `--seconds` of queued calls. The card then draws its power limit.
-Its note has the power and the clock. `--quick` leaves it out. The card first warms up for a third of `--seconds`, and
-for a tenth where it has just run another case. Every row is written as soon as it is measured.
+`sustained_us` is the wall time per call over at least `--seconds` of queued calls, in which the card draws up to its
+power limit. Its note has the power and the clock. `--quick` leaves it out. The card first warms up for a third of
+`--seconds`, and for a tenth where it has just run another case. Every row is written as soon as it is measured.
 
 With `--lengths FILE`, BERT-large with its question-answering head is timed on packed texts of these lengths.
 """
@@ -183,7 +183,6 @@ def run_encoders(cases: Sequence[shapes.Encoder], args: argparse.Namespace) -> l
         keys.append((key | {"shape": (case.batch, case.length)}, shapes.encoder_flops(case.model, counted)))
         sets = {name: (f, [inputs]) for name, (f, inputs) in variants.items()}
         rows += timing.measure(sets, work=keys[-1][1], unit="TFLOP/s", args=args, **keys[-1][0])
-    timing.print_tables(rows)
     if args.quick:
         return rows
     runs = [(*key, *run) for key, (_, variants) in zip(keys, cases_variants, strict=True) for run in variants.items()]
@@ -287,7 +286,7 @@ def sustained(call: Callable[[], Any], seconds: float, warm_up: float) -> tuple[
 
 def card_state() -> str:
     """Returns the power and the clock of the card, or nothing without an NVIDIA card."""
-    card = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    card = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
     query = f"nvidia-smi --id={card} --query-gpu=power.draw,clocks.sm --format=csv,noheader"
     try:
         return subprocess.run(query.split(), capture_output=True, text=True, check=True).stdout.strip()

@@ -123,6 +123,8 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
                 head, *lines = timing.table(chosen, metric=metric)
                 if metric == "temporary_mib":
                     head = ["saving" if cell == "speedup" else cell for cell in head]
+                if name == "encode short texts":  # the second column is no peer
+                    head, lines = head[:-1], [line[:-1] for line in lines]
                 parts += [f"{METRICS[metric][0].upper()}{METRICS[metric][1:]}:", markdown([head, *lines])]
         if name == "encode docstrings" and (found := throughput(own)):
             parts += ["Packed, in the same runs; the last column compares with batches on the device already:", found]

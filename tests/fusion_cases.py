@@ -117,6 +117,9 @@ case("RMSNorm of the mean minus x", lambda x, g: (mean(x) - x) / jnp.sqrt(mean((
      {RMS: 1}, *ROWS[:2])  # fmt: skip
 case("RMSNorm of x and its mean", lambda x, g: (x + mean(x)) / jnp.sqrt(mean((x + mean(x)) ** 2) + 1e-5) * g, {RMS: 1},
      *ROWS[:2])  # fmt: skip
+for sign, name in ((1, "x minus another mean"), (-1, "another mean minus x")):
+    case(f"RMSNorm of {name}", lambda x, y, g, sign=sign: (lambda d: d * jax.lax.rsqrt(mean(d * d) + 1e-5) * g)(
+        sign * (x - mean(y))), {RMS: 1}, ROWS[0], ROWS[0], ROWS[1])  # fmt: skip
 case("RMSNorm, squares of -x", lambda x, g: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},

@@ -288,6 +288,26 @@ def test_any_change_of_a_module_is_noticed(change, box, monkeypatch):
 
 
 @pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("when", ["_parts", "flatten"])
+def test_a_change_in_another_thread_is_noticed(when, monkeypatch):
+    model, of_model = Shelves(), bundled.Bundled(None)
+    module = bundled if when == "_parts" else bundled.jax.tree
+    original = getattr(module, when)
+
+    def changed_after(tree):
+        found = original(tree)
+        model.own.set_value(jnp.full(3, 7.0))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, when, changed_after)
+        of_model(model)
+    for _ in range(2):
+        arrays, rebuild = of_model(model)
+        np.testing.assert_array_equal(rebuild(arrays).own[...], 7.0)
+
+
+@pytest.mark.usefixtures("forced")
 def test_other_models_are_noticed():
     of_model, models = bundled.Bundled(None), []
     for seed in range(3):

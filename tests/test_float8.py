@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense as mosaic
 from jaxft.ops import dense_layer_norm
-from jaxft.ops.plans import Pass
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import TRITON, of, operations
@@ -391,9 +391,8 @@ def test_matmul_adds_the_residual():
     options = {"x_scale": 2.0, "float8_scale": 0.5, "epsilon": 1e-5, "dropout_rate": 0.0, "return_sum": False}
     arrays = f["x"], f["kernel"], more["residual"], f["bias"], more["gamma"], more["beta"], f["kernel_scale"]
     plan = dense_layer_norm.float8_plan_of("op", *arrays, **options, precision=None, implementation="xla")
-    matmul, norm, adds = plan.forward.config
-    assert not adds
-    plans = [dataclasses.replace(plan, forward=Pass("ops", (matmul, norm, adds))) for adds in (False, True)]
+    assert not plan.matmul_adds
+    plans = [dataclasses.replace(plan, matmul_adds=adds) for adds in (False, True)]
     (y, y8), (z, z8) = (dense_layer_norm.run_float8(*arrays, None, plan) for plan in plans)
     sums = exact_dense(**f, residual=more["residual"], x_scale=2.0)
     exact = oracle.layer_norm(sums, more["gamma"], more["beta"], epsilon=1e-5)
@@ -419,10 +418,11 @@ def test_who_adds_the_residual(rows, depth, width, options, adds):
             x, stored.T, vector, residual, vector, vector, kernel_scale=vector, float8_scale=1.0, **options
         )
 
-    with dispatch.target():
-        (record,) = jaxft.explain(op, *arrays)
-    matmul, norm, added = record.forward.config
-    assert added == adds and matmul.forward.backend == ("triton" if rows == 128 else "mosaic_gpu")
+    with dispatch.target(), mock.patch.object(dense_layer_norm, "run_float8", wraps=dense_layer_norm.run_float8) as run:
+        (record,) = records = jaxft.explain(op, *arrays)
+    plan, (matmul, _) = run.call_args.args[-1], record.forward.config
+    assert plan.matmul_adds == adds and matmul.forward.backend == ("triton" if rows == 128 else "mosaic_gpu")
+    assert f"{matmul.forward.backend} {type(matmul.forward.config).__name__}" in str(records)
     if adds:
         text = lower(op, *arrays)
         assert operations(text)[TRITON] == text.count("custom_call @mosaic_gpu") == 1

@@ -505,7 +505,10 @@ def permute_site(g: Graph, node: Node, options: Options) -> Site:
 
 
 def matmul_site(g: Graph, node: Node, options: Options) -> Site:
-    """Recognises a matmul of transposed operands. Its replacement reads the operands without the transposes."""
+    """Recognises a matmul of transposed operands. Its replacement reads the operands without the transposes.
+
+    On a GPU XLA does the same, so only `force` replaces it.
+    """
     contracted, batch = node.params["dimension_numbers"]
     operands, dims, moved = [], [], 0
     for side, x in enumerate(map(g.find, node.ins)):

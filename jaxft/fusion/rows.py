@@ -120,12 +120,12 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
         of_mean = _mean_of(g, math.sqrt(abs(others[0][0] * scale)), mean[0][0])
         x = source(g, inner)
         need(of_mean is not None and source(g, of_mean) is x, "E[x^2] - E[x]^2 has two different x")
-        readings, kind = [(x, True)], "E[x^2] - E[x]^2"
+        readings, refused, kind = [(x, True)], "", "E[x^2] - E[x]^2"
     else:
-        readings, kind = _readings(g, inner), "two passes"
+        (readings, refused), kind = _readings(g, inner), "two passes"
     need(str(readings[0][0].dtype) in FLOATS, f"x is {readings[0][0].dtype}")
     norms, inside = list[Norm](), set[Node]()
-    reason = "what follows the root is not x * rsqrt * gamma + beta"
+    reason = refused or "what follows the root is not x * rsqrt * gamma + beta"
     names = (
         "add",
         "broadcast_in_dim",
@@ -151,18 +151,27 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
     return norms
 
 
-def _readings(g: Graph, inner: Var) -> list[tuple[Var, bool]]:
-    """Returns what x may be, and whether its mean is subtracted, if a norm has the mean of the squares of `inner`."""
+def _readings(g: Graph, inner: Var) -> tuple[list[tuple[Var, bool]], str]:
+    """Reads a norm that has the mean of the squares of `inner`.
+
+    Returns what x may be and whether its mean is subtracted, and the reason if it is not although it seems to be.
+    """
+    refused, plain = "", [(source(g, inner), False)]
     for scale in (1.0, -1.0):  # mean(x) - x has the same squares as x - mean(x)
         found = terms(g, inner, scale=scale)
         means = [y for c, v, _ in found if v is not None and c < 0 and (y := _mean_of(g, c, v)) is not None]
         if means and any(c > 0 for c, *_ in found):
             x = source(g, means[-1])
-            _check_centered(g, inner, x, scale)
-            return [(x, True)] if scale > 0 else [(x, True), (source(g, inner), False)]
+            try:
+                _check_centered(g, inner, x, scale)
+            except Refused as error:
+                refused = str(error)
+            else:
+                return ([(x, True)] if scale > 0 else [(x, True), *plain]), ""
     above = g.defs.get(inner)
-    is_negated = above is not None and above.name == "neg"
-    return [(source(g, x), False) for x in ([inner, above.ins[0]] if is_negated and above is not None else [inner])]
+    if above is not None and above.name == "neg":
+        plain.append((source(g, above.ins[0]), False))
+    return plain, refused
 
 
 def _squared(g: Graph, coefficient: float, v: Var) -> Var:

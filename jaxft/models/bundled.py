@@ -17,15 +17,16 @@ def _concatenated(vectors: list[jax.Array]) -> jax.Array:
 
 
 def _are(arrays: list[Any], seen: list[weakref.ref[Any]]) -> bool:
-    """Returns whether arrays are those that the references are of."""
+    """Returns whether the references point to exactly these arrays."""
     return len(arrays) == len(seen) and all(ref() is x for ref, x in zip(seen, arrays, strict=True))
 
 
 class _Part(NamedTuple):
     """A module of a model, and what it consisted of. No array is kept alive.
 
-    An identity stands for its object only while that lives. A dead array or module is a change, and other attributes
-    are kept alive. Another variable of the same identity has another array, or changes nothing that is computed.
+    An identity stands for its object only while the object lives. A dead array or module is a change, and other
+    attributes are kept alive. If a new variable has the identity of a freed one, either its array differs, which is
+    noticed, or the result is the same.
     """
 
     module: weakref.ref[nnx.Pytree]
@@ -98,13 +99,15 @@ class Bundled:
     def __call__(self, model: nnx.Module) -> tuple[list[Any], Rebuild]:
         """Returns the arrays of `model` and the function that rebuilds the model from them, as `jaxft.bundle` does."""
         last = self._last
-        # Flattening a model takes up to a third of the host's time for a query: 0.2 ms for MiniLM.
+        # Flattening takes 0.15 of the host's 1.0 ms for a query with MiniLM, and 0.34 of 1.1 ms with BERT-base.
         if last and last.parts and last.parts[0].module() is model:
             arrays = last.arrays()  # before the check, so that none of them is freed after it
             if all(part.is_unchanged() for part in last.parts):
                 return arrays, last.rebuild
+        # The parts come before the leaves: an array that another thread replaces in between is then noticed later.
+        parts = _parts(model) if last is None or last.parts else []
         leaves, structure = jax.tree.flatten(model)
-        parts, refs = _parts(model), [weakref.ref(x) for x in leaves]
+        refs = [weakref.ref(x) for x in leaves]
         if last and structure == last.structure and _are(leaves, last.leaves):
             self._last = last._replace(parts=parts)
             return last.arrays(), last.rebuild

@@ -131,6 +131,7 @@ class Plan(plans.Plan):
     return_sum: bool
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
+    matmul_adds: bool = False  # whether the matmul of float8 adds bias and residual, and not the LayerNorm
 
 
 def plan_of(
@@ -173,10 +174,7 @@ def float8_plan_of(
     kernel_scale: Array, *, x_scale: float | None, float8_scale: float | None, epsilon: float, dropout_rate: float,
     return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
-    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient.
-
-    `forward.config` has the plans of the two ops, and whether the first one adds bias and residual.
-    """
+    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient."""
     dtype = residual.dtype
     plan_of = functools.partial(
         float8.plan_of, op, x, kernel, kernel_scale, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
@@ -194,8 +192,9 @@ def float8_plan_of(
     )  # fmt: skip
     reasons = "; ".join(dict.fromkeys(plan.why for plan in (matmul, norm) if plan.why))
     return Plan(
-        forward=Pass("ops", (matmul, norm, adds)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
+        forward=Pass("ops", (matmul, norm)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
         epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision="",
+        matmul_adds=adds,
     )  # fmt: skip
 
 
@@ -204,8 +203,8 @@ def run_float8(
     kernel_scale: Array, rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the results of a `float8_plan_of`."""
-    matmul, norm, adds = plan.forward.config
-    of_matmul, of_norm = _who_adds(adds, bias, residual)
+    matmul, norm = plan.forward.config
+    of_matmul, of_norm = _who_adds(plan.matmul_adds, bias, residual)
     y = float8.run(x, kernel, kernel_scale, *of_matmul, matmul)
     return layer_norm.run(y, *of_norm, gamma, beta, rng, norm)
 
