@@ -48,14 +48,14 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 # test_masked_lm.py.
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
-    "checkpoint_settings", "classification", "cli", "cli_bench", "compilation_cache", "contrastive", "corpora",
-    "cross_encoder", "devices", "distributed", "docs", "embedding_modules", "encode_options", "examples",
+    "checkpoint_settings", "classification", "cli", "cli_bench", "compilation_cache", "config", "contrastive",
+    "corpora", "cross_encoder", "devices", "distributed", "docs", "embedding_modules", "encode_options", "examples",
     "examples_parts", "fusion", "fusion_transforms", "fusion_traps", "hostile_files", "import", "inputs",
     "instructions", "latency", "layers", "long_texts", "lowering", "lowering_attention", "minilm", "modes",
-    "multi_vector_encoder", "mutants", "order", "other_systems", "partition", "passed_options", "peer_values",
-    "plans", "quantization", "question_answering", "records", "reference", "saving", "search", "sentence_encoder",
-    "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "splade", "text_types",
-    "token_classification", "tuning",
+    "multi_vector_encoder", "mutants", "order", "other_systems", "partition", "passed_options", "peer_values", "plans",
+    "quantization", "question_answering", "records", "reference", "saving", "search", "sentence_encoder",
+    "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "splade", "text_types", "token_classification",
+    "tuning",
 )  # fmt: skip
 
 

@@ -119,14 +119,33 @@ def test_arguments_reach_cudnn(name, by_xla):
         ({"window": (3, 0), "query_seq_lengths": 1}, "a window may leave a row"),
         ({"window": (3, 0), "query_length": 9}, "a window may leave a row"),
         ({"window": (3, 0)}, None),
+        ({"window": (3, 1), "is_causal": True}, None),
+        ({"relative_bias": 1}, "no table of biases"),
+        ({"query": jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)}, None),
         ({}, None),
     ],
 )
 def test_what_cudnn_lacks_is_refused(change, reason):
     case = {"query": jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16), "query_length": 8, "window": None} | change
     query, length, window = (case.pop(name) for name in ("query", "query_length", "window"))
-    found = cudnn.unsupported(length, 8, cudnn.Options(1.0, False, window), query=query, **case)
+    is_causal = case.pop("is_causal", False)
+    found = cudnn.unsupported(length, 8, cudnn.Options(1.0, is_causal, window), query=query, **case)
     assert found is None if reason is None else reason in found
+
+
+def test_cudnn_gets_lengths_that_the_arrays_have(monkeypatch):
+    """At least one, because cuDNN has no rows without keys, and at most the length of the arrays."""
+    asked = []
+
+    def call(query, key, value, *lengths_and_options):
+        asked.extend(lengths_and_options)
+        return query
+
+    monkeypatch.setattr(cudnn, "_call", call)
+    arrays, options = [jnp.ones((3, n, 1, 8)) for n in (4, 5, 5)], cudnn.Options(1.0, False, None)
+    out = cudnn.forward(*arrays, np.array([-2, 3, 9], np.int32), np.array([9, 0, 2], np.int32), options)
+    np.testing.assert_array_equal(out[:, :, 0, 0], np.arange(4) < np.array([0, 0, 4])[:, None])
+    assert [x.tolist() for x in asked[:2]] == [[1, 3, 4], [5, 1, 2]]
 
 
 @needs_hopper

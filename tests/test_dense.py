@@ -35,23 +35,52 @@ def dense_floats(rng, rows, inner, outer, dtype=jnp.float32, vectors=jnp.float32
     return floats | normal(rng, vectors, bias=(outer,) if bias else None)
 
 
-@pytest.mark.parametrize("op", ["dense", "feed_forward_residual_layer_norm", "dense_residual_layer_norm"])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", ""])
-def test_gradient_has_the_precision_of_the_call(op, jit):
-    """The gradient is traced later, when the context that set the precision has ended."""
+def attend(x, kernel, implementation):
+    query, key = x[None, :, None], kernel[None, :, None]
+    return jaxft.dot_product_attention(query, key, key, implementation=implementation)
+
+
+OPS = {
+    "dense": lambda x, kernel, **how: jaxft.dense(x, kernel, activation="gelu", **how),
+    "plain": jaxft.dense,
+    "gate": lambda x, kernel, **how: jaxft.dense(x, kernel, activation="gelu", gate="first", **how),
+    "layer_norm": lambda x, kernel, **how: jaxft.dense_residual_layer_norm(x, kernel, None, x, None, None, **how),
+    "feed_forward": lambda x, kernel, **how: jaxft.feed_forward_residual_layer_norm(
+        x, kernel, None, kernel, None, None, None, **how
+    ),
+    "rotary": lambda x, kernel, **how: jaxft.dense_rotary(
+        x, jnp.tile(kernel, (1, 3)), None, positions=np.arange(2000), num_heads=1, **how
+    ),
+    "loss": lambda x, kernel, **how: jaxft.linear_cross_entropy(x, kernel, np.zeros(2000, np.int32), **how).total,
+    "attention": attend,
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "triton"])
+@pytest.mark.parametrize("way", ["argument", "context", *slow("context and jit")])
+@pytest.mark.parametrize("op", OPS)
+def test_derivatives_have_the_precision_of_the_call(op, way, implementation):
+    """First and second derivatives are traced later, when the context that set the precision has ended."""
+    if (op == "loss" and implementation == "triton") or (op == "attention" and way == "argument"):
+        pytest.skip("there is none")
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2000, 64), (64, 64)))
+    precision = {"precision": "highest"} if way == "argument" else {}
 
     def loss(x, kernel):
-        with jax.default_matmul_precision("highest"):
-            if op == "dense":
-                return jaxft.dense(x, kernel, activation="gelu").sum()
-            if op == "dense_residual_layer_norm":
-                return jaxft.dense_residual_layer_norm(x, kernel, None, x, None, None).sum()
-            return jaxft.feed_forward_residual_layer_norm(x, kernel, None, kernel, None, None, None).sum()
+        with jax.default_matmul_precision(None if precision else "highest"):
+            return jnp.sum(jnp.sin(OPS[op](x, kernel, implementation=implementation, **precision)))
 
-    with dispatch.target(), jax.default_matmul_precision(None):
-        program = str(jax.make_jaxpr(jax.grad(jit(loss), argnums=(0, 1)))(x, kernel))
-    assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST") >= 3
+    run = jax.jit(loss) if way == "context and jit" else loss
+
+    def twice(x, kernel):
+        return sum(jnp.sum(gradient**2) for gradient in jax.grad(run, argnums=(0, 1))(x, kernel))
+
+    for function in (run, twice):
+        with dispatch.target(), jax.default_matmul_precision(None):
+            program = str(jax.make_jaxpr(jax.grad(function, argnums=(0, 1)))(x, kernel))
+        matmuls = program.count("dot_general[")
+        assert matmuls == program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert matmuls >= (9 if function is twice else 2)
 
 
 @pytest.mark.parametrize(

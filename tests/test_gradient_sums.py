@@ -49,6 +49,14 @@ CASES = {
         jaxft.feed_forward_residual_layer_norm,
         {"x": ROW, "in_kernel": KERNEL, "in_bias": VECTOR, "out_kernel": KERNEL, "out_bias": VECTOR, **NORM},
     ),
+    "feed_forward_gate": (
+        partial(jaxft.feed_forward_residual_layer_norm, gate="first", activation="silu", out_bias=None, beta=None),
+        {"x": ROW, "in_kernel": (D, 2 * D), "in_bias": (2 * D,), "out_kernel": KERNEL, "gamma": VECTOR},
+    ),
+    "max_sim": (
+        lambda queries, documents, implementation: jaxft.max_sim(queries, documents),
+        {"queries": (2, 3, D), "documents": (ROWS, 2, D)},
+    ),
     "cross_entropy": (
         lambda **floats: jaxft.linear_cross_entropy(labels=LABELS, **floats).total,
         {"x": ROW, "embedding": (5, D), "bias": (5,)},
@@ -89,8 +97,8 @@ def cotangents(out, scale):
 @pytest.mark.parametrize("name", CASES)
 def test_sums_over_rows_are_float32(name, implementation, dtype):
     (op, shapes), rng = CASES[name], np.random.default_rng(0)
-    if name == "cross_entropy" and implementation == "triton":
-        pytest.skip("linear_cross_entropy has no kernel")
+    if name in ("cross_entropy", "max_sim") and implementation == "triton":
+        pytest.skip("it has no kernel")
     floats = {n: jnp.asarray(alike(rng, shape), dtype) for n, shape in shapes.items()}
     shared = [n for n, x in floats.items() if x.size < ROWS]
     out = jax.eval_shape(lambda floats: op(**floats, implementation="xla"), floats)

@@ -164,10 +164,33 @@ def test_moved_integers_do_not_lose_bits(name):
 def test_sizes_of_numpy_do_not_wrap_around():
     twenty, x = np.uint8(20), jnp.ones((400, 8))
     assert jaxft.restore_padding(x, jnp.arange(400), batch=twenty, length=twenty).shape == (20, 20, 8)
+    qkv, ends = jnp.stack([jnp.ones((250, 1, 8))] * 3, 1), np.array([0, 200, 250], np.uint8)
+    np.testing.assert_allclose(jaxft.varlen_qkv_attention(qkv, ends, max_seqlen=np.uint8(200)), 1.0, rtol=1e-5)
+    wide = jnp.asarray(np.random.default_rng(0).standard_normal((1, 300, 1, 8)), jnp.float32)
+    for implementation in ("xla", "triton"):
+        near, far = (
+            jaxft.dot_product_attention(*[wide] * 3, local_window_size=window, implementation=implementation)
+            for window in ((np.uint8(200), np.uint8(100)), (200, 100))
+        )
+        np.testing.assert_array_equal(near, far)
     q, *_ = jaxft.qkv_bias_split_heads(jnp.ones((1, 2, 300)), None, num_heads=np.uint8(100))
     assert q.shape == (1, 100, 2, 1)
     scale = training.LossScale.create().update(jnp.array(True), growth_interval=np.int64(2**32 + 1))
     assert scale.scale == 2.0**15
+
+
+@pytest.mark.parametrize("kind", [np.uint8, *cases.slow(np.uint64, np.int64)])
+@pytest.mark.parametrize("name", ["top_k", "query_chunk_size", "corpus_chunk_size", "max_pairs"])
+def test_sizes_of_a_search_do_not_wrap_around(name, kind):
+    """200 + 200 is 144 in uint8. A number beyond int32 stands for all."""
+    vectors = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    if name == "max_pairs":
+        search = jaxft.paraphrase_mining_embeddings
+    else:
+        search = functools.partial(jaxft.semantic_search, vectors[:250])
+    assert search(vectors, **{name: kind(200)}) == search(vectors, **{name: 200})
+    if kind is not np.uint8:
+        assert search(vectors, **{name: kind(2**63 - 1)}) == search(vectors, **{name: 300 * 300})
 
 
 @pytest.mark.parametrize(

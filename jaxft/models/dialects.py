@@ -38,9 +38,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 _ABSOLUTE = {"position_embedding_type": ("absolute",)}
 # Fields without which transformers' default applies, which is not supported.
-_NEEDED = {
-    "deberta-v2": ("relative_attention", "share_att_key", "position_biased_input", "norm_rel_ebd", "pos_att_type")
-}
+_NEEDED = {"deberta-v2": ("relative_attention", "share_att_key", "position_biased_input", "norm_rel_ebd")}
 
 # BertConfig's names -> names of NomicBERT's first implementation.
 _NOMIC_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",

@@ -16,7 +16,7 @@ from jaxft.kernels.cudnn import attention as cudnn
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import attention as triton
 from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem, common
-from jaxft.ops import float8, plans, transforms
+from jaxft.ops import checks, float8, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import attention as tuning
@@ -66,13 +66,15 @@ class Plan(plans.Plan):
     """Plan of a call of attention. A `backward` pass by "triton" has a configuration for dq and one for dk and dv."""
 
     options: Options
-    precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
+    precision: Any
+    kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
 
 
 def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Plan:
     """Chooses backends and configurations for arrays of these shapes and dtypes."""
-    device, precision = dispatch.device(), dispatch.matmul_precision()
-    plan = functools.partial(Plan, options=options, precision=precision)
+    device, kernel_precision = dispatch.device(), dispatch.matmul_precision()
+    precision = checks.check_precision(op, None, inputs.query.dtype)
+    plan = functools.partial(Plan, options=options, precision=precision, kernel_precision=kernel_precision)
     of_card = None if options.float8_scale is None else common.unsupported_by_card()
     reasons = {"triton": of_card or _triton_unsupported(inputs, options)}
     if implementation is not None:
@@ -84,7 +86,7 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     if choice.name == "cudnn":
         return plan(forward=Pass("cudnn"), backward=Pass("cudnn"), why=choice.why)
 
-    call = _call(inputs, options, precision)
+    call = _call(inputs, options, kernel_precision)
     forward = Pass("triton", tuning.attention(call))
     if options.float8_scale is not None:
         return plan(forward=forward, **plans.of_choice(choice))
@@ -207,7 +209,7 @@ def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
 
 def _plain(plan: Plan, *arrays: Any) -> Any:
     query, key, value, bias, relative_bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
-    static = dict(vars(plan.options))
+    static = vars(plan.options) | {"precision": plan.precision}
     max_seqlen, _ = static.pop("max_seqlen"), static.pop("float8_scale")
     if max_seqlen is not None:
         return reference.varlen_qkv_attention(
@@ -258,7 +260,7 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
         window,
         options.dropout_rate,
         options.max_seqlen or 0,
-        plan.precision,
+        plan.kernel_precision,
         table is not None,
         _heads_of_rows(inputs.dropout_rng),
     )
@@ -287,7 +289,7 @@ def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
     if residual:
         top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
         any_bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
-        natural = attention_problem.natural_logits(inputs.query.dtype, any_bias, plan.precision)
+        natural = attention_problem.natural_logits(inputs.query.dtype, any_bias, plan.kernel_precision)
         result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 
@@ -320,7 +322,9 @@ def _backward(plan, dtypes, d, saved, *arrays):
     if plan.backward.backend == "mosaic_gpu":
         if of_rows == inputs.query.dtype:
             return _mosaic_gradient(d, inputs, saved, plan), None, None, None, None
-        configs = _triton_gradient(_call(inputs, plan.options, plan.precision), inputs)  # that kernel sums in 16 bits
+        configs = _triton_gradient(
+            _call(inputs, plan.options, plan.kernel_precision), inputs
+        )  # that kernel sums in 16 bits
     query_config, key_config = configs
     dout, dlse = d if plan.options.return_residual else (d, None)
     *found, dbias = attention_backward.backward(
