@@ -402,6 +402,10 @@ def replace(content, **pattern):
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+WHITE_SPACE = {"type": "WhitespaceSplit"}
+METASPACE = {"type": "Metaspace", "replacement": " ", "prepend_scheme": "always", "split": False}
+
+
 @pytest.mark.parametrize(
     ("file", "fields", "reason"),
     [
@@ -409,6 +413,8 @@ def replace(content, **pattern):
         ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 10, Regex=".")] * 7}},
          "the normalizers may make a text more than 10000 times as long"),
         ("tokenizer.json", {"normalizer": replace("a" * 100_000, String="bird")}, "more than 10000 times as long"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [WHITE_SPACE, METASPACE] * 20}},
+         "has 40 pre-tokenizers, at most 16"),
         ("tokenizer.json", {"model": unigram("a" * 900_000)}, "tokens of more than 1000 characters"),
         ("tokenizer.json", {"model": unigram(*(f"{i}" * 200 for i in range(1300)))}, "or of 24 on average"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean"] * 100_000}, "pooling mode 'mean', 'mean', "),

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -442,6 +443,29 @@ def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
 def test_added_tokens_that_count_after_normalization_grow():
     tokenizer = with_added(unigram(normalizers.Replace("a", "bc" * 20)), AddedToken("ab", normalized=True))
     assert growth.Growth(tokenizer).size("ab" * 9, rough=0) == 9 * 41 + 1  # "▁" before the text
+
+
+def test_added_token_that_is_normalized_to_nothing_matches_everywhere():
+    strip = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
+    tokenizer, text = with_added(byte_level(normalizer=strip), AddedToken("  ", normalized=True)), "b" * 20
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    found, sizes = len(tokenizer.encode(text, add_special_tokens=False)), growth.Growth(tokenizer)
+    assert found == 40 and sizes.bound(text) >= found and sizes.size(text, rough=0) >= found
+
+
+@pytest.mark.parametrize("content", ["a", "aa"])
+def test_any_added_token_is_found(content):
+    tokenizer = with_added(byte_level(), AddedToken(content, normalized=False))
+    assert [*growth.Growth(tokenizer)._segments(f"b{content}b")] == ["b", None, "b"]
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_bound_is_fast_for_any_number_of_steps_that_is_accepted(marks):
+    tokenizer, split, mark = unigram(None), pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(" ")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *[mark] * marks] * (16 // (1 + marks)))
+    start = time.process_time()
+    assert all(growth.Growth(tokenizer).of_rules <= 2**16 for _ in range(10))
+    assert time.process_time() - start < 0.3
 
 
 def test_each_pre_tokenizer_puts_a_character_before_words():

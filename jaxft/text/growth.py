@@ -34,6 +34,11 @@ class Growth:
         return max(ascii, beyond) if self._steps else ascii + 3 * beyond
 
     @property
+    def pre_tokenizers(self) -> int:
+        """Number of pre-tokenizers that a text goes through, one after the other."""
+        return len(self._splitters)
+
+    @property
     def of_rules(self) -> float:
         """Largest growth by replacements and pre-tokenizers, without the growth by steps that know Unicode."""
         rules = math.prod(max(_factors(step)) for step, _ in self._steps if step["type"] not in _UNICODE)
@@ -103,7 +108,8 @@ class Growth:
         """
         for number, step in enumerate(self._splitters[first:], first + 1):
             match step["type"]:
-                case "WhitespaceSplit":  # there is no white space beside each other part
+                case "WhitespaceSplit" if number == 1 or self._splitters[number - 2] != step:
+                    # Two parts are separated by at least one space, which is removed.
                     fewer = (characters - parts) / 2
                     short = self._spread(characters - fewer, in_bytes - fewer, 0, parts + fewer, number)
                     return max(short, self._spread(characters, in_bytes, 0, parts, number))
@@ -124,7 +130,12 @@ class Growth:
 
     @functools.cached_property
     def _factors(self) -> tuple[float, float, float]:
-        """Largest size from an ASCII character, from another one for each byte beyond its first, and from each text."""
+        """Returns three sizes.
+
+        - The largest size that an ASCII character adds.
+        - What another character adds for each of its bytes beyond the first.
+        - What each text adds.
+        """
         ascii, other, at_ends, is_ascii, unicode = 1.0, 1.0, 0.0, True, 0
         for step, _ in self._steps:
             of_ascii, of_other = _factors(step)
@@ -152,10 +163,11 @@ class Growth:
     def _parts(self, size: float, is_normalized: bool = False) -> float:
         """Returns how many parts between added tokens a character makes at most, if a part adds `size` to the text."""
         tokens = self._tokenizer.get_added_tokens_decoder().values()
-        late = [len(self._normalized(token.content)) for token in tokens if token.normalized]
-        early = [] if is_normalized else [len(token.content) for token in tokens if not token.normalized]
-        shortest = min(filter(None, early + late), default=math.inf)
-        # A token counts as its characters, which is enough for the part after it if they are many.
+        # A token that is normalized to nothing matches between all characters.
+        late = [len(self._normalized(token.content)) for token in tokens if token.normalized and token.content]
+        early = [len(token.content) for token in tokens if not (token.normalized or is_normalized) and token.content]
+        shortest = min(early + late, default=math.inf)
+        # A token counts as its characters, so a long token already pays for the part that follows it.
         return 0.0 if shortest >= 1 + size else 1 / (1 + shortest)
 
     def _normalized(self, text: str) -> str:
@@ -166,8 +178,9 @@ class Growth:
         """Finds the added tokens that count before normalization, and has the token 0 for all between two of them."""
         from tokenizers import Tokenizer, models
 
-        splitter = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
         added = self._tokenizer.get_added_tokens_decoder().values()
+        other = "a" * (1 + max((len(token.content) for token in added), default=0))  # no added token
+        splitter = Tokenizer(models.WordLevel({other: 0}, unk_token=other))
         splitter.add_tokens([token for token in added if not token.normalized])
         splitter.encode_special_tokens = self._tokenizer.encode_special_tokens
         return splitter

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TOKEN = 1000  # characters of a token of a Unigram model; its tree is freed recursively
 _LONGEST_REGEX = 10_000  # characters of all regular expressions; a class such as \\p{L} compiles to 16 kB
+_MOST_PRE_TOKENIZERS = 16
 _MOST_GROWTH = 10_000  # times that the replacements of normalizers may lengthen a text
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -256,8 +257,11 @@ def load(settings: Settings, do_lower_case: bool = False, *, may_pad_left: bool 
         content = _check_cost(file)
         with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
             saved = Tokenizer.from_file(str(file))
-            growth = Growth(saved).of_rules
-        if not growth <= _MOST_GROWTH:
+            growth = Growth(saved)
+            if (steps := growth.pre_tokenizers) > _MOST_PRE_TOKENIZERS:
+                raise CheckpointError(f"{file}: has {steps} pre-tokenizers, at most {_MOST_PRE_TOKENIZERS}")
+            longer = growth.of_rules
+        if not longer <= _MOST_GROWTH:
             raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
     if reason := _why_foreign(settings, saved):
         tokenizer = saved = _from_transformers(settings, reason)
