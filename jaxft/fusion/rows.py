@@ -160,7 +160,7 @@ def _readings(g: Graph, inner: Var) -> tuple[list[tuple[Var, bool]], str]:
     for scale in (1.0, -1.0):  # mean(x) - x has the same squares as x - mean(x)
         found = terms(g, inner, scale=scale)
         means = [y for c, v, _ in found if v is not None and c < 0 and (y := _mean_of(g, c, v)) is not None]
-        if means and any(c > 0 for c, *_ in found):
+        if means:
             x = source(g, means[-1])
             try:
                 _check_centered(g, inner, x, scale)
