@@ -128,6 +128,12 @@ def test_ranges_are_from_the_first_texts(encoder, monkeypatch):
     np.testing.assert_allclose(ranges, [first.min(axis=0), first.max(axis=0)], atol=1e-5)
 
 
+def test_truncation_above_the_width_changes_nothing(encoder):
+    write("a.parquet", TEXTS[:5])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", truncate_dim=1000)
+    np.testing.assert_allclose(vectors(read("out")), encoder.encode(TEXTS[:5]), atol=1e-5)
+
+
 def test_ranges_of_no_texts_are_written(encoder):
     write("a.parquet", pa.array([None] * 3, pa.string()))
     corpora.encode_corpus(encoder, ["a.parquet"], "out", precision="int8")
@@ -494,6 +500,15 @@ def test_parts_of_other_settings_are_computed_again_where_the_manifest_is_lost(e
     assert (done.damaged, done.found) == (5, 0) and contents("out") == contents("new")
 
 
+def test_parts_of_other_ranges_are_computed_again_where_the_manifest_is_lost(encoder, monkeypatch):
+    write("a.parquet", TEXTS[:60])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50, precision="int8")
+    Path("out/manifest.json").unlink()
+    monkeypatch.setattr(corpora, "_CALIBRATION", 5)
+    done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50, precision="int8")
+    assert (done.damaged, done.found) == (2, 0)
+
+
 def test_another_model_is_refused(model, tmp_path, capsys):
     write("a.parquet", TEXTS[:9])
     (tmp_path / "other").mkdir()
@@ -506,7 +521,9 @@ def test_another_model_is_refused(model, tmp_path, capsys):
     assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}'])
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}', '{"settings": {}}',
+])  # fmt: skip
 def test_damaged_manifest_is_refused(encoder, text):
     write("a.parquet", TEXTS[:9])
     Path("out").mkdir()
