@@ -322,9 +322,8 @@ def _backward(plan, dtypes, d, saved, *arrays):
     if plan.backward.backend == "mosaic_gpu":
         if of_rows == inputs.query.dtype:
             return _mosaic_gradient(d, inputs, saved, plan), None, None, None, None
-        configs = _triton_gradient(
-            _call(inputs, plan.options, plan.kernel_precision), inputs
-        )  # that kernel sums in 16 bits
+        # The Mosaic kernel sums in 16 bits.
+        configs = _triton_gradient(_call(inputs, plan.options, plan.kernel_precision), inputs)
     query_config, key_config = configs
     dout, dlse = d if plan.options.return_residual else (d, None)
     *found, dbias = attention_backward.backward(
