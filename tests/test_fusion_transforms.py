@@ -609,6 +609,20 @@ def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
     assert_same(empty, np.zeros_like(empty) if masked_rows == "zero" else fn(*args, EMPTY)[1])
 
 
+@pytest.mark.parametrize(("low", "masked_rows", "replaced"), [
+    (-1e5, "exact", False), (-1e5, "mask", True), (-1e9, "exact", True),
+])  # fmt: skip
+def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, replaced):
+    def fn(q, k, v, mask):
+        s = jnp.where(mask[:, None, None], jnp.einsum("btnh,bsnh->bnts", q, k), low)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    args = [normal(i, 2, 12, 4, 8) for i in range(3)]
+    report = fuse(fn, masked_rows=masked_rows).report(*args, PAD)
+    assert (report.counts.get(ATT) == 1) == replaced
+    assert replaced or any("masked logits are -100000;" in record.reason for record in report)
+
+
 def test_gradient_of_a_traced_scale_is_as_exact():
     def fn(q, k, v, scale, bias):
         s = jnp.einsum("btnh,bsnh->bnts", q, k) * scale + bias

@@ -75,6 +75,10 @@ TRAPS = {
         lambda x, w: jax.nn.gelu(jax.lax.dot_general(
             x.astype(jnp.bfloat16), w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)),
         [ROWS, TABLE], "dense"),
+    "a matmul with a narrower kernel": (
+        lambda x, w: jax.nn.gelu(jax.lax.dot_general(
+            x, w.astype(jnp.bfloat16), (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)),
+        [ROWS, TABLE], "dense"),
     "a feed-forward of two precisions": (
         lambda x, w, out: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
             x + jax.nn.gelu(jnp.dot(x, w, precision="default")) @ out), [ROWS, (D, F), (F, D)], FF),
