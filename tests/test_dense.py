@@ -1,5 +1,6 @@
 """dense: activation(x @ kernel + bias) + residual."""
 
+import itertools
 import re
 
 import jax
@@ -56,13 +57,18 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "triton"])
-@pytest.mark.parametrize("way", ["argument", "context", *slow("context and jit")])
-@pytest.mark.parametrize("op", OPS)
+def calls(way):
+    """Returns (op, way, implementation). The loss has no Triton kernel, and attention no argument `precision`."""
+    pairs = itertools.product(OPS, [None, "xla", "triton"])
+    return [(op, way, implementation) for op, implementation in pairs
+            if (op, implementation) != ("loss", "triton") and (op, way) != ("attention", "argument")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "way", "implementation"), [*calls("argument"), *calls("context"), *slow_cases(*calls("context and jit"))]
+)
 def test_derivatives_have_the_precision_of_the_call(op, way, implementation):
     """First and second derivatives are traced later, when the context that set the precision has ended."""
-    if (op == "loss" and implementation == "triton") or (op == "attention" and way == "argument"):
-        pytest.skip("there is none")
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2000, 64), (64, 64)))
     precision = {"precision": "highest"} if way == "argument" else {}
 

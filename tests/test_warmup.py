@@ -375,7 +375,6 @@ def test_programs_without_kernels_import_no_mosaic(folder, tmp_path, monkeypatch
     encoder = SentenceEncoder.from_pretrained(folder, implementation="xla", packed=False)
     encoder.encode("rain")
     assert not asked
-    pytest.importorskip("flatbuffers")
     encoder = SentenceEncoder.from_pretrained(folder, max_seq_length=8, packed=False)
     encoder.export(tmp_path / "exported", batch_size=1)
     asked.clear()

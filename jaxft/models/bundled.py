@@ -74,7 +74,7 @@ def _parts(model: nnx.Module) -> list[_Part]:
 
 
 class _Last(NamedTuple):
-    """What a call of `Bundled` has found. The references are weak, so that arrays that the model replaces are freed."""
+    """What a call of `Bundled` has found. Its references to arrays are weak: a replaced array is freed."""
 
     structure: Any
     leaves: list[weakref.ref[Any]]

@@ -176,14 +176,14 @@ def float8_plan_of(
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient."""
     dtype = residual.dtype
-    plan_of = functools.partial(
+    matmul_plan = functools.partial(
         float8.plan_of, op, x, kernel, kernel_scale, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
     )  # fmt: skip
-    matmul = plan_of(None)
+    matmul = matmul_plan(None)
     adds = matmul.forward.backend == "mosaic_gpu" and dropout_rate == 0.0 and not return_sum
     adds = adds and tuning.float8_matmul_adds_residual(x.shape[0], *kernel.shape)
     of_matmul, of_norm = _who_adds(adds, bias, residual)
-    matmul = plan_of(*of_matmul) if adds else matmul
+    matmul = matmul_plan(*of_matmul) if adds else matmul
     y: Any = jax.eval_shape(functools.partial(reference.float8_dense, dtype=dtype), x, kernel, kernel_scale)
     norm = layer_norm.plan_of(
         op, y, *of_norm, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum,

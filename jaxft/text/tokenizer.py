@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TOKEN = 1000  # characters of a token of a Unigram model; its tree is freed recursively
 _LONGEST_REGEX = 10_000  # characters of all regular expressions; a class such as \\p{L} compiles to 16 kB
-_MOST_PRE_TOKENIZERS = 16
+_MOST_PRE_TOKENIZERS = 16  # two of them may double the time of `Growth.bound`
 _MOST_GROWTH = 10_000  # times that the replacements of normalizers may lengthen a text
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -131,8 +131,8 @@ def span(start: Array | int, size: int) -> Any:
 def place_to_store(dtype: Any, row: Array | int, column: Array | int, shape: tuple[int, int]) -> tuple[Any, Any]:
     """Returns the indices of the rows and columns of a tile that is stored to an array of this dtype.
 
-    Triton gives all tiles of one shape the same layout: a thread has as many consecutive elements as the widest load or
-    store takes. Beside a store of 16 float8, a thread would load 16 bfloat16 in two halves, and each load of a warp
+    Triton gives all tiles of one shape the same layout. The widest load or store says how many consecutive elements a
+    thread has. Beside a store of 16 float8, a thread would load 16 bfloat16 in two halves, and each load of a warp
     would leave out every other 16 bytes. For float8, the columns are therefore computed in a way that shows Triton only
     8 consecutive ones at a time.
     """
