@@ -48,7 +48,6 @@ class Sizes:
     layers: int = 12
     width: int = 768
     heads: int = 12
-    directions: tuple[str, ...] = shapes.DIRECTIONS
 
     @property
     def shape(self) -> str:
@@ -56,11 +55,7 @@ class Sizes:
         return f"{self.name} {self.batch}x{self.length}"
 
 
-CASES = (
-    Sizes("BERT-base", 32, 128),
-    Sizes("BERT-base", 32, 512),
-    Sizes("ViT-B/16", 128, 197, directions=(shapes.FORWARD,)),
-)
+CASES = (Sizes("BERT-base", 32, 128), Sizes("BERT-base", 32, 512), Sizes("ViT-B/16", 128, 197))
 
 
 class BertLayer(nn.Module):
@@ -379,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if names:
         run_corpus(names, args)
     networks = [Network(sizes, direction, args)
-                for sizes in (CASES[:1] if args.quick else CASES) for direction in sizes.directions
+                for sizes in (CASES[:1] if args.quick else CASES) for direction in shapes.DIRECTIONS
                 if any(text in f"{sizes.shape}, {direction}" for text in args.only)]  # fmt: skip
     results = [row for case, compiled in compile_each(networks) for row in case.run(compiled, args)] if networks else []
     if networks or not names:
