@@ -6,7 +6,7 @@ and, for BERT, as jaxft's own model with the same sizes. `temporary` is the memo
 arguments and results. Correctness comes first: a fused result may be twice as far from float32 as the original.
 
 `--only corpus` times the functions of tests/fusion_cases.py at the sizes of BERT-base instead, the original and the
-fused one in turns. It prints the median of the ratios, and at the end the cases that are slower by more than 2 %.
+fused one in turns. It prints the cases that are slower by more than 2 % at the end.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from jaxft.models.bert import BertConfig, BertModel
 from jaxft.tuning import profiler
 
 DTYPE = jnp.bfloat16
+OF_CORPUS = "fuse corpus"  # the op in the rows
 CORPUS_SIZES = "32,128,768,12,64,3072,30522"  # batch, length, width, heads, size of a head, of the feed-forward, words
 SLOWER = 1.02  # a fused function may take this many times as long as the original
 TOGETHER = 32  # functions of the corpus that are compiled, then timed: a run that is cut off has timed the earlier ones
@@ -207,9 +208,10 @@ class Network:
         params = random_parameters(model, x, mask)
         apply: Callable[..., Any] = model.apply
         fused = jaxft.fuse(apply, force=args.force)
-        seconds = [seconds_of(f, params, x, mask) for f in (jax.make_jaxpr(apply), jax.make_jaxpr(apply), fused.report)]
+        traces = jax.make_jaxpr(apply), jax.make_jaxpr(apply)
+        seconds = [seconds_of(f, params, x, mask) for f in (*traces, fused.report, fused.report)]
         print(f"{self.name}: {fused.report(params, x, mask).counts}; traced in {seconds[1]:.2f} s, planned in "
-              f"{seconds[2] - seconds[1]:.2f} s", flush=True)  # fmt: skip
+              f"{seconds[3] - seconds[1]:.2f} s, and the first time in {seconds[2] - seconds[1]:.2f} s", flush=True)  # fmt: skip
         self.variants: dict[str, tuple[Any, Any]] = {"xla": (apply, params), "fused": (fused, params)}
         if not sizes.name.startswith("ViT"):
             self.variants["jaxft"] = own_model(sizes)
@@ -292,7 +294,7 @@ class CorpusCase:
     """One function of the corpus and direction: its programs, lowered. There are none if nothing is replaced."""
 
     def __init__(self, name: str, case: Any, direction: str, args: argparse.Namespace) -> None:
-        self.name, self.direction = name, direction
+        self.name, self.direction, self.error = name, direction, ""
         fn, inputs = case.make(DTYPE)
         fused = jaxft.fuse(fn, force=args.force)
         self.lowered: dict[str, jax.stages.Lowered] = {}
@@ -306,14 +308,14 @@ class CorpusCase:
         self.lowered = {way: jax.jit(f).lower(*inputs) for way, f in functions.items()}
         self.lowered["exact"] = lower_exact(functions["xla"], *inputs)
 
-    def run(self, compiled: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, float]]:
-        """Checks and times the programs. Returns a message and a ratio for each metric."""
+    def run(self, compiled: dict[str, Any], args: argparse.Namespace) -> list[timing.Row]:
+        """Checks and times the programs, and prints the ratios. If the check fails, it notes an error instead."""
         label = f"corpus, {self.direction}: {self.name}"
         fused, original = (compiled[way](*self.inputs) for way in ("fused", "xla"))
         message = excess(fused, original, compiled["exact"](*wide(self.inputs)))
         if message:
-            print(f"{label}: {message}", flush=True)
-            return [(f"{label}: {message}", np.inf)]
+            self.error = f"{label}: {message}"
+            return []
         nbytes = sum(x.nbytes for x in jax.tree.leaves(self.inputs))
         sets = [jax.tree.map(jnp.copy, self.inputs) for _ in range(min(64, timing.rotation(nbytes)))]
         calls = {way: timing.rotating(compiled[way], sets) for way in ("xla", "fused")}
@@ -325,14 +327,14 @@ class CorpusCase:
         }
         if jax.default_backend() == "gpu":
             samplers["device_us"] = profiler.device_us, min(repeats, timing.DEVICE_CALLS), 3
-        found = []
+        samples: dict[tuple[str, str], list[float]] = {}
         for metric, (sample, n, rounds) in samplers.items():
             times = profiler.turns([*calls.values()], rounds, functools.partial(sample, calls=n))
-            ratio, medians = float(np.median(times[:, 1] / times[:, 0])), np.median(times, axis=0)
-            text = f"{label}: {metric} {medians[0]:.1f} -> {medians[1]:.1f}, {ratio:.3f} times the original's"
-            print(text, flush=True)
-            found.append((text, ratio))
-        return found
+            samples |= {(way, metric): column.tolist() for way, column in zip(calls, times.T, strict=True)}
+            before, after = np.median(times, axis=0)
+            print(f"{label}: {metric} {before:.1f} -> {after:.1f}, {after / before:.3f} of it", flush=True)
+        return timing.as_rows(samples, 0.0, "", args, op=OF_CORPUS, direction=self.direction, shape=self.name,
+                              dtype="bfloat16")  # fmt: skip
 
 
 def run_corpus(names: Sequence[str], args: argparse.Namespace) -> None:
@@ -343,13 +345,20 @@ def run_corpus(names: Sequence[str], args: argparse.Namespace) -> None:
              if any(text in f"corpus, {direction}: {name}" for text in names)]  # fmt: skip
     replaced = [case for case in every if case.lowered]
     print(f"{len(every)} functions, {len(replaced)} with replacements", flush=True)
-    ratios = []
+    rows: list[timing.Row] = []
     for first in range(0, len(replaced), TOGETHER):
         for case, compiled in compile_each(replaced[first : first + TOGETHER]):
-            ratios += case.run(compiled, args)
-    slower = [text for text, ratio in ratios if not ratio <= SLOWER]
-    print(f"\n{len(slower)} of {len(ratios)} ratios are above {SLOWER}")
-    print("\n".join(slower))
+            rows += case.run(compiled, args)
+    for metric in sorted({row["metric"] for row in rows}):
+        times = {(row["direction"], row["shape"], row["implementation"]): float(row["p50"])
+                 for row in rows if row["metric"] == metric}  # fmt: skip
+        ratios = {(direction, name): us / times[direction, name, "xla"]
+                  for (direction, name, way), us in times.items() if way == "fused"}  # fmt: skip
+        slower = {", ".join(case): ratio for case, ratio in ratios.items() if not ratio <= SLOWER}
+        print(f"\n{metric}: {len(slower)} of {len(ratios)} ratios are above {SLOWER}")
+        print("".join(f"  {ratio:.3f} {case}\n" for case, ratio in slower.items()), flush=True)
+    if errors := [case.error for case in replaced if case.error]:
+        raise SystemExit("\n".join(errors))
 
 
 def compile_each(cases: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:

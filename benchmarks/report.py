@@ -36,6 +36,8 @@ TITLES = {
     "dense": "Dense layers",
     "linear_cross_entropy": "Loss and gradients of a linear classifier",
     "semantic_search": "Search in a corpus on the device: queries, entries, components",
+    "fuse corpus": "Functions in which `jaxft.fuse` replaces something, as they were and fused",
+    "fuse": "Networks of Flax Linen, as they are and fused by `jaxft.fuse`",
     "configuration": "Kernels with the tuned configuration and with the heuristic's",
     "other": "Row and layout kernels",
 }
@@ -94,6 +96,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "encode one text": ("wall_us",),
         "linear_cross_entropy": ("device_us", "temporary_mib"),
         "semantic_search": ("wall_us",),
+        "fuse": ("device_us", "queued_us", "temporary_mib"),
     }
     return metrics.get(name, ("device_us",))
 
@@ -121,6 +124,11 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
         for metric in metrics_of(name):
             if chosen := [row for row in own if row["metric"] == metric]:
                 head, *lines = timing.table(chosen, metric=metric)
+                if name.startswith(
+                    "fuse"
+                ):  # what counts is the original beside the fused one, not beside jaxft's model
+                    at = head.index("xla"), head.index("fused")
+                    lines = [[*line[:-1], f"{float(line[at[0]]) / float(line[at[1]]):.2f}x"] for line in lines]
                 if metric == "temporary_mib":
                     head = ["saving" if cell == "speedup" else cell for cell in head]
                 if name == "encode short texts":  # the second column is no peer

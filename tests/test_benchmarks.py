@@ -248,7 +248,10 @@ def test_corpus_is_timed_in_pairs(tmp_path, monkeypatch, capsys):
     wanted = "corpus, forward: softmax", "corpus, forward+backward: a bias and"
     bench_fuse.main(["--quick", "--force", "--only", *wanted, "--out", str(tmp_path)])
     text = capsys.readouterr().out
-    assert "3 functions, 2 with replacements" in text and "of 2 ratios are above" in text
+    assert "3 functions, 2 with replacements" in text and "queued_us: " in text and "of 2 ratios are above" in text
+    (path,) = tmp_path.glob("*.csv")
+    rows = timing.read_rows(path)
+    assert {(row["op"], row["implementation"]) for row in rows} == {("fuse corpus", way) for way in ("xla", "fused")}
 
 
 @pytest.mark.parametrize("script", [bench_contrastive, bench_dense, bench_encoder, bench_train])
