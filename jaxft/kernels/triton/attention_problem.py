@@ -398,8 +398,9 @@ class Pairs(NamedTuple):
         by_row, by_column = ref.shape[2] > 1, ref.shape[3] > 1
         masks: list[Any] = [self.in_rows] * by_row + [self.in_columns] * by_column
         masks = [x for x in masks if x is not None]
+        columns = common.by_eights(self.columns) if ref.dtype.itemsize == 1 else self.columns
         index = [self.batch if ref.shape[0] > 1 else zero, self.head if ref.shape[1] > 1 else zero,
-                 self.rows if by_row else zero, self.columns if by_column else zero]  # fmt: skip
+                 self.rows if by_row else zero, columns if by_column else zero]  # fmt: skip
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in index))
         index[2:] = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in index[2:]]
         inside = jnp.broadcast_to(functools.reduce(operator.and_, masks), shape) if masks else None

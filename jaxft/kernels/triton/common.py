@@ -129,21 +129,24 @@ def span(start: Array | int, size: int) -> Any:
 
 
 def place_to_store(dtype: Any, row: Array | int, column: Array | int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """Returns the indices of the rows and columns of a tile that is stored to an array of this dtype.
-
-    Triton gives all tiles of one shape the same layout. The widest load or store says how many consecutive elements a
-    thread has. Beside a store of 16 float8, a thread would load 16 bfloat16 in two halves, and each load of a warp
-    would leave out every other 16 bytes. For float8, the columns are therefore computed in a way that shows Triton only
-    8 consecutive ones at a time.
-    """
+    """Returns the indices of the rows and columns of a tile that is stored to an array of this dtype."""
     # H100, attention 32x512, 12 heads, float8 result: 76.2 us (16 float8 per thread 93.4), 2026-11-27
     # See docs/performance-notes.md, "FP8: layouts of stores".
     if dtype != reference.FLOAT8:
         return span(row, shape[0]), span(column, shape[1])
-    rows, columns = positions(row, shape[0]), positions(column, shape[1])
-    eight = jnp.int32(8)
-    columns = lax.div(columns, eight) * eight + lax.rem(columns, eight)
+    rows, columns = positions(row, shape[0]), by_eights(positions(column, shape[1]))
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+
+
+def by_eights(columns: Array) -> Array:
+    """Returns consecutive indices, computed in a way that shows Triton only 8 consecutive ones at a time.
+
+    It is for arrays of one byte per element. Triton gives all tiles of one shape the same layout. The widest load or
+    store says how many consecutive elements a thread has. Beside an access to 16 bytes, a thread would load 16
+    bfloat16 in two halves, and each load of a warp would leave out every other 16 bytes.
+    """
+    eight = jnp.int32(8)
+    return lax.div(columns, eight) * eight + lax.rem(columns, eight)
 
 
 class Tile(NamedTuple):
