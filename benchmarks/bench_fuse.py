@@ -209,9 +209,10 @@ class Network:
         apply: Callable[..., Any] = model.apply
         fused = jaxft.fuse(apply, force=args.force)
         traces = jax.make_jaxpr(apply), jax.make_jaxpr(apply)
-        seconds = [seconds_of(f, params, x, mask) for f in (*traces, fused.report, fused.report)]
-        print(f"{self.name}: {fused.report(params, x, mask).counts}; traced in {seconds[1]:.2f} s, planned in "
-              f"{seconds[3] - seconds[1]:.2f} s, and the first time in {seconds[2] - seconds[1]:.2f} s", flush=True)  # fmt: skip
+        _, traced, *planned = [seconds_of(f, params, x, mask) for f in (*traces, fused.report, fused.report)]
+        first, again = (f"{seconds - traced:.2f} s" for seconds in planned)
+        counts = fused.report(params, x, mask).counts
+        print(f"{self.name}: {counts}; traced in {traced:.2f} s, planned in {again}, first in {first}", flush=True)
         self.variants: dict[str, tuple[Any, Any]] = {"xla": (apply, params), "fused": (fused, params)}
         if not sizes.name.startswith("ViT"):
             self.variants["jaxft"] = own_model(sizes)
