@@ -360,7 +360,12 @@ def norms(x, *scales):
     return [(x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * g for g in scales]
 
 
+def rms(x, g):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g
+
+
 ROWS, HEADS_FIRST = (200, 1000), CASES["matmul, scaled query"].make(jnp.bfloat16)[0]
+NORMED, WIDE = [ROWS, (1000,)], (1000, 1000)
 IN_GRADIENTS = "as it was; in gradients "
 
 
@@ -381,6 +386,12 @@ IN_GRADIENTS = "as it was; in gradients "
         pytest.param(norms, [ROWS, (1000,), (1000,)], "", IN_GRADIENTS + "triton", id="two norms of one array"),
         pytest.param(lambda *a: norms(*a)[0], [ROWS, (1000,), (1000,)], "", "triton", id="one norm"),
         pytest.param(lambda x, g: norms(x, 1 + g), [ROWS, (1000,)], "", IN_GRADIENTS + "triton", id="scale 1 + g"),
+        pytest.param(lambda x, g: rms(x.mean(-1, keepdims=True) - x, g), NORMED, "", IN_GRADIENTS, id="before a norm"),
+        pytest.param(lambda x, g: rms(jnp.sin(x).astype("float32"), g), NORMED, "", IN_GRADIENTS, id="cast"),
+        pytest.param(lambda x, y, g: norms(x + jnp.tanh(y), g)[0], [ROWS, *NORMED], "", IN_GRADIENTS, id="residual"),
+        pytest.param(lambda x, g, w: rms(x @ w + g, g), [*NORMED, WIDE], "", "triton", id="bias of a matmul"),
+        pytest.param(lambda x, g, w: (rms(y := jnp.tanh(x), g), y @ w), [*NORMED, WIDE], "", "triton", id="also read"),
+        pytest.param(lambda x: jax.nn.log_softmax(jnp.tanh(x)), [ROWS], "", IN_GRADIENTS, id="before a log-softmax"),
         pytest.param(jax.nn.dot_product_attention, [(2, 128, 4, 64)] * 3, "", "triton", id="attention"),
         pytest.param(HEADS_FIRST, [(2, 4, 128, 64)] * 3, "up to 128", "", id="heads first"),
         pytest.param(HEADS_FIRST, [(2, 4, 129, 64)] * 3, "", "triton", id="heads first, more queries"),

@@ -200,13 +200,35 @@ def _gains_in_gradients_only(g: Graph, site: Site, found: Found, options: Option
     first, *parameters = site.inputs
     if site.op == "linear_cross_entropy":  # Beyond this size the op also saves the memory of the logits.
         return bool(site.static["rows"] * site.static["V"] * first.dtype.itemsize <= _FEW_BYTES)
-    if site.op == "softmax":  # XLA fuses it with what is before and after it.
-        return any(map(_is_arithmetic, [g.node_of(first), *g.uses(site.outs[0])]))
+    if site.op == "softmax" and any(map(_is_arithmetic, [g.node_of(first), *g.uses(site.outs[0])])):
+        return True
     if site.op in ("layer_norm", "rms_norm"):  # XLA computes common statistics once, and scales without a kernel.
         norms = [other for other in found.sites.values() if other.op == site.op and any(map(g.uses, other.outs))]
         of_this = [other for other in norms if g.find(other.inputs[0]) is g.find(first)]
-        return len(of_this) > 1 or any(_is_arithmetic(g.node_of(v)) for v in parameters)
+        if len(of_this) > 1 or any(_is_arithmetic(g.node_of(v)) for v in parameters if v.size < first.size):
+            return True
+    if site.op in (*_ROW_OPS, "dense_residual_layer_norm"):  # XLA fuses it with what is before it.
+        out, of_ops = site.outs[0], {g.find(v) for other in found.sites.values() for v in other.outs}
+        read = [v for v in map(g.find, site.inputs if site.op in _ROW_OPS else parameters) if v.shape == out.shape]
+        return any(v not in of_ops and _is_computed_by_the_way(g, v, site) for v in read)
     return False
+
+
+def _is_computed_by_the_way(g: Graph, v: Var, site: Site) -> bool:
+    """Returns whether XLA computes `v` in the kernel that reads it, so that `v` is in memory for the op only.
+
+    That is so if `v` is element-wise and nothing else reads it. The sum of a matmul and a bias is an exception: XLA
+    computes it in the kernel of the matmul.
+    """
+    node = g.node_of(algebra.source(g, v))
+    is_bias_of_matmul = (
+        node is not None
+        and node.name == "add"
+        and any(
+            (above := g.node_of(algebra.strip(g, x)[0])) is not None and above.name == "dot_general" for x in node.ins
+        )
+    )
+    return _is_arithmetic(node) and not is_bias_of_matmul and not is_used_outside(g, v, site.region)
 
 
 def _is_arithmetic(node: Node | None) -> bool:

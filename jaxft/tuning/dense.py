@@ -126,7 +126,7 @@ def _mosaic_is_faster(rows: int, depth: int, width: int, activation: str | None,
     """Returns whether the Mosaic GPU matmul with its epilogue is the fastest implementation, on Hopper.
 
     In 16 bits it is the fastest with an activation or a residual, because cuBLAS needs a second kernel then. With
-    neither, it is the fastest up to 8,192 rows, or if the depth is below 1,024. Exceptions are deep matmuls of few
+    neither, it is the fastest up to 8,192 rows, or if the depth is at most 1,024. Exceptions are deep matmuls of few
     rows, see `_xla_splits_depth`, and short matmuls, see `is_short`. In float32 XLA must first transpose the weights,
     which takes 2 to 6 us, so that the kernel pays with many rows only.
     """
@@ -140,7 +140,7 @@ def _mosaic_is_faster(rows: int, depth: int, width: int, activation: str | None,
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
     if _xla_splits_depth(rows, depth, width, activation):
         return False
-    return activation is not None or residual or rows <= 8192 or depth < 1024
+    return activation is not None or residual or rows <= 8192 or depth <= 1024
 
 
 def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
