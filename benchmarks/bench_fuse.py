@@ -208,7 +208,7 @@ class Network:
         params = random_parameters(model, x, mask)
         apply: Callable[..., Any] = model.apply
         fused = jaxft.fuse(apply, force=args.force)
-        traces = jax.make_jaxpr(apply), jax.make_jaxpr(apply)
+        traces = [jax.make_jaxpr(lambda *args: apply(*args)) for _ in range(2)]  # each traces anew
         _, traced, *planned = [seconds_of(f, params, x, mask) for f in (*traces, fused.report, fused.report)]
         first, again = (f"{seconds - traced:.2f} s" for seconds in planned)
         counts = fused.report(params, x, mask).counts

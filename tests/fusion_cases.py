@@ -122,6 +122,8 @@ for sign, name in ((1, "x minus another mean"), (-1, "another mean minus x")):
         sign * (x - mean(y))), {RMS: 1}, ROWS[0], ROWS[0], ROWS[1])  # fmt: skip
 case("RMSNorm, squares of -x", lambda x, g: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
+case("RMSNorm of LLaMA", lambda x, g: g * ((wide := x.astype(jnp.float32)) * jax.lax.rsqrt(
+    mean(wide**2) + 1e-6)).astype(x.dtype), {RMS: 1}, *ROWS[:2])  # fmt: skip
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},
      (B, T, D), (B, T, D), (D,))  # fmt: skip
 

@@ -20,7 +20,7 @@ DENSE = (  # implementation, (rows, depth, width), options
     ("mosaic_gpu", (512, 768, 768), {}),
     ("mosaic_gpu", (1000, 768, 2304), {}),  # the last tile is not full
     ("mosaic_gpu", (328, 1024, 4096), {"activation": "gelu", "float8_scale": 1.0}),
-    ("mosaic_gpu", (264, 272, 528), {"activation": "gelu_tanh", "dtype": jnp.float16}),
+    ("mosaic_gpu", (264, 384, 576), {"activation": "gelu_tanh", "dtype": jnp.float16}),
     ("mosaic_gpu", (520, 3072, 768), {"residual": True}),
     ("triton", (1, 768, 768), {}),
     ("triton", (77, 768, 3072), {"activation": "gelu", "float8_scale": 1.0}),

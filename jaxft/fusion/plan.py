@@ -207,11 +207,20 @@ def _gains_in_gradients_only(g: Graph, site: Site, found: Found, options: Option
         of_this = [other for other in norms if g.find(other.inputs[0]) is g.find(first)]
         if len(of_this) > 1 or any(_is_arithmetic(g.node_of(v)) for v in parameters if v.size < first.size):
             return True
+        if site.op == "rms_norm" and not any(_is_cast_of_rows(g, node, first) for node in site.region):
+            return True  # XLA is as fast, unless the squares are those of a cast of x
     if site.op in (*_ROW_OPS, "dense_residual_layer_norm"):  # XLA fuses it with what is before it.
         out, of_ops = site.outs[0], {g.find(v) for other in found.sites.values() for v in other.outs}
         read = [v for v in map(g.find, site.inputs if site.op in _ROW_OPS else parameters) if v.shape == out.shape]
         return any(v not in of_ops and _is_computed_by_the_way(g, v, site) for v in read)
     return False
+
+
+def _is_cast_of_rows(g: Graph, node: Node, x: Var) -> bool:
+    """Returns whether a node casts an array of the shape of `x` that is no product."""
+    above = g.node_of(node.ins[0]) if node.name == "convert_element_type" else None
+    is_product = above is not None and above.name in ("div", "integer_pow", "mul", "square")
+    return node.name == "convert_element_type" and node.ins[0].shape == x.shape and not is_product
 
 
 def _is_computed_by_the_way(g: Graph, v: Var, site: Site) -> bool:
