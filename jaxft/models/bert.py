@@ -846,7 +846,7 @@ def load_model(
 
 def checkpoint_of(model: nnx.Module, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the files of a checkpoint by name, from the model and the content of its config.json."""
-    parameters = {name: matrix_view.split(p.get_value())[0] for name, p in named_parameters(model).items()}
+    parameters = {name: p.get_value() for name, p in named_parameters(model).items()}
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     if encoder.recipe is None:
         tensors = checkpoint_tensors.named_tensors(encoder.config.model_type, parameters)
