@@ -334,8 +334,9 @@ class CorpusCase:
             samples |= {(way, metric): column.tolist() for way, column in zip(calls, times.T, strict=True)}
             before, after = np.median(times, axis=0)
             print(f"{label}: {metric} {before:.1f} -> {after:.1f}, {after / before:.3f} of it", flush=True)
-        return timing.as_rows(samples, 0.0, "", args, op=OF_CORPUS, direction=self.direction, shape=self.name,
-                              dtype="bfloat16")  # fmt: skip
+        cases = importlib.import_module("fusion_cases")
+        key = {"op": f"{OF_CORPUS}: {self.name}", "direction": self.direction, "dtype": "bfloat16"}
+        return timing.as_rows(samples, 0.0, "", args, shape=(cases.B, cases.T), **key)
 
 
 def run_corpus(names: Sequence[str], args: argparse.Namespace) -> None:
@@ -351,7 +352,7 @@ def run_corpus(names: Sequence[str], args: argparse.Namespace) -> None:
         for case, compiled in compile_each(replaced[first : first + TOGETHER]):
             rows += case.run(compiled, args)
     for metric in sorted({row["metric"] for row in rows}):
-        times = {(row["direction"], row["shape"], row["implementation"]): float(row["p50"])
+        times = {(row["direction"], row["op"], row["implementation"]): float(row["p50"])
                  for row in rows if row["metric"] == metric}  # fmt: skip
         ratios = {(direction, name): us / times[direction, name, "xla"]
                   for (direction, name, way), us in times.items() if way == "fused"}  # fmt: skip
