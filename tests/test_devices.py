@@ -46,9 +46,8 @@ def used(monkeypatch):
     original = batching.Batcher._finish
 
     def finish(self, work, *others):
-        found.extend(
-            home for leaf in jax.tree.leaves(work.started.result()) if hasattr(leaf, "devices") for home in leaf.devices()
-        )
+        leaves = jax.tree.leaves(work.started.result())
+        found.extend(home for leaf in leaves if hasattr(leaf, "devices") for home in leaf.devices())
         return original(self, work, *others)
 
     monkeypatch.setattr(batching.Batcher, "_finish", finish)
