@@ -356,7 +356,8 @@ def test_batch_goes_to_the_lane_with_the_fewest_batches():
             self.values = values
 
         def __array__(self, dtype=None, copy=None):
-            release.wait()
+            if not release.wait(5):
+                raise TimeoutError("the slow lane is full")
             return self.values
 
     lanes, texts = [batching.Lane(lambda batch: Held(slow(batch))), batching.Lane(fast)], texts_of([5] * 80)
