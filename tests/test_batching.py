@@ -360,7 +360,12 @@ def test_batch_goes_to_the_lane_with_the_fewest_batches():
                 raise TimeoutError("the slow lane is full")
             return self.values
 
-    lanes, texts = [batching.Lane(lambda batch: Held(slow(batch))), batching.Lane(fast)], texts_of([5] * 80)
+    started = []
+    lanes = [
+        batching.Lane(lambda batch: Held(slow(batch))),
+        batching.Lane(lambda batch: started.append(threading.current_thread()) or fast(batch)),
+    ]
+    texts = texts_of([5] * 80)
 
     def chunks():
         for chunk in chunked(texts, 4):
@@ -371,7 +376,8 @@ def test_batch_goes_to_the_lane_with_the_fewest_batches():
 
     done = [*make(False).run_on(chunks(), 4, lanes)]
     assert sorted(int(position) for positions, _ in done for position in positions) == [*range(80)]
-    assert len(slow.seen) == 2 and len(fast.seen) == 18
+    assert len(slow.seen) == 1 and len(fast.seen) == 19
+    assert threading.current_thread() not in started  # the caller starts the first batch of all lanes only
 
 
 # --- Too little memory ---------------------------------------------------------------------------------------------

@@ -219,16 +219,19 @@ class Lane:
         """True if the result of the oldest batch in flight can be used without waiting."""
         return bool(self.in_flight) and self.in_flight[0].reading is not None and self.in_flight[0].reading.done()
 
-    def add(self, cut: _Cut, start: Callable[[_Cut, "Lane"], Any], read: Callable[[_Work], Any]) -> None:
+    def add(
+        self, cut: _Cut, start: Callable[[_Cut, "Lane"], Any], read: Callable[[_Work], Any], *, is_first: bool
+    ) -> None:  # fmt: skip
         """Queues a batch. A thread calls `start` for it, and another thread calls `read`.
 
-        The caller starts the first batch, which a thread reads if there is a second one. So a call with a single batch
-        does not wait for threads to start.
+        The caller starts the first batch of a call, which a thread reads if the lane gets a second one. So a call with
+        a single batch does not wait for threads to start.
         """
         with contextlib.suppress(RuntimeError):  # the main thread has ended, so no thread can start
-            if self.in_flight and self._reader is None:
+            if self._reader is None and not is_first:
                 self._reader = ThreadPoolExecutor(max_workers=1)
-                self.in_flight[0].reading = self._reader.submit(read, self.in_flight[0])
+                for work in self.in_flight:
+                    work.reading = self._reader.submit(read, work)
                 starter = ThreadPoolExecutor(max_workers=1)
                 if starter.submit(self._settings).result() == self._settings():
                     self._starter = starter
@@ -478,6 +481,7 @@ class Batcher:
                 return receive(positions, self._features(texts, *map(np.asarray, result)))
             return receive(positions, np.asarray(result)[: len(positions)])
 
+        is_first = True
         try:
             for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
                 for lane in lanes:
@@ -489,7 +493,8 @@ class Batcher:
                     if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
                         break
                 for part in parts:
-                    lane.add(part, self._start, read)
+                    lane.add(part, self._start, read, is_first=is_first)
+                    is_first = False
                     while len(lane.in_flight) > _IN_FLIGHT:
                         yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
             for lane in lanes:
