@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,36 +222,44 @@ def run_train(model: str, args: Any) -> Any:
         updates, new = optimizer.update(gradients, old, params)
         return (optax.apply_updates(params, updates), new), value
 
-    times: dict[str, list[float]] = {}
-    runs, compilers = {}, ThreadPoolExecutor()
+    options = COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+    counts = sorted(args.devices, reverse=True)  # more devices take longer to compile
+    inputs: dict[int, list[Any]] = {}
+
+    def lowered() -> Iterator[Any]:
+        for count in counts:
+            mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.local_devices()[:count])
+            rng = np.random.default_rng(0)
+            ids = rng.integers(0, config.vocab_size, (count * rows, length), np.int32)
+            labels = np.where(rng.random(ids.shape) < 0.15, ids, -100).astype(np.int32)
+            batch = jax.device_put((ids, labels), NamedSharding(mesh, PartitionSpec("data")))
+            placed = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+            own = jax.device_put(params, placed, may_alias=False)  # the steps overwrite it
+            whole = NamedSharding(mesh, PartitionSpec())
+            state = own, jax.device_put(optimizer.init(own), whole)
+            inputs[count] = [state, batch, jax.device_put(jax.random.key(0), whole)]
+            start = time.perf_counter()
+            yield jax.jit(step, donate_argnums=0).lower(*inputs[count]), options
+            print(f"{model}, {count} devices: lowered in {time.perf_counter() - start:.0f} s", flush=True)
+
+    start = time.perf_counter()
+    compiled = dict(zip(counts, timing.compile_all(lowered()), strict=True))
+    print(f"{model}: lowered and compiled in {time.perf_counter() - start:.0f} s", flush=True)
+
+    def run(count: int) -> None:
+        state, *others = inputs[count]
+        for _ in range(QUEUED):
+            state, value = compiled[count](state, *others)
+        inputs[count][0] = state
+        if not np.isfinite(jax.block_until_ready(value)):
+            raise SystemExit(f"{model}: the loss is {value}; nothing is timed")
+
+    times: dict[str, list[float]] = {f"jaxft, {count} GPU": [] for count in args.devices}
     for count in args.devices:
-        mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.local_devices()[:count])
-        rng = np.random.default_rng(0)
-        ids = rng.integers(0, config.vocab_size, (count * rows, length), np.int32)
-        labels = np.where(rng.random(ids.shape) < 0.15, ids, -100).astype(np.int32)
-        batch = jax.device_put((ids, labels), NamedSharding(mesh, PartitionSpec("data")))
-        placed = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-        own = jax.device_put(params, placed, may_alias=False)  # the steps overwrite it
-        whole = NamedSharding(mesh, PartitionSpec())
-        states = [(own, jax.device_put(optimizer.init(own), whole))]
-        key = jax.device_put(jax.random.key(0), whole)
-        options = COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
-        lowered = jax.jit(step, donate_argnums=0, compiler_options=options).lower(states[0], batch, key)
-        compiled = compilers.submit(lowered.compile)
-
-        def run(compiled: Any = compiled, states: list[Any] = states, batch: Any = batch, key: Any = key) -> None:
-            for _ in range(QUEUED):
-                states[0], value = compiled.result()(states[0], batch, key)
-            if not np.isfinite(jax.block_until_ready(value)):
-                raise SystemExit(f"{model}: the loss is {value}; nothing is timed")
-
-        runs[f"jaxft, {count} GPU"] = run
-        times[f"jaxft, {count} GPU"] = []
-    for run in runs.values():
-        run()
+        run(count)
     for _ in range(args.repeats):
-        for name, run in runs.items():
-            times[name].append(seconds_of(run) / QUEUED)
+        for name, count in zip(times, args.devices, strict=True):
+            times[name].append(seconds_of(functools.partial(run, count)) / QUEUED)
     found = []
     for name, count in zip(times, args.devices, strict=True):
         samples = {(name, "wall_us"): [1e6 * x for x in times[name]]}
@@ -279,11 +286,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.peer is not None:
         peer(args.peer, args.devices, args.repeats)
         return
-    if args.tokenizer is None:
+    if args.tokenizer is None and {*args.only} != {"train"}:
         parser.error("--tokenizer is missing")
     args.devices = args.devices or [count for count in (1, 2, 4) if count <= jax.local_device_count()]
-    texts = bench_encode.docstrings() * (1 if args.quick else args.copies)
-    random.Random(0).shuffle(texts)
+    texts = []
+    if {"encode", "pool"} & {*args.only}:
+        texts = bench_encode.docstrings() * (1 if args.quick else args.copies)
+        random.Random(0).shuffle(texts)
     rows = []
     for part, model in itertools.product(args.only, args.model):
         if part == "corpus":

@@ -371,6 +371,24 @@ def test_failed_write_leaves_no_part(encoder, monkeypatch):
     assert [*contents("out")] == ["manifest.json"] and not atomic._unfinished
 
 
+@pytest.mark.parametrize("calls", [2, 3])  # the first call has the file without rows
+def test_disk_that_fails_later_leaves_no_part(encoder, monkeypatch, calls):
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
+    write("a.parquet", TEXTS[:10])
+    sync, done = corpora.os.fdatasync, []
+
+    def fail(file):
+        sync(file)
+        done.append(file)
+        if len(done) == calls:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(corpora.os, "fdatasync", fail)
+    with pytest.raises(OSError, match=r"cannot write out/part-000000.parquet: Input/output error"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out")
+    assert [*contents("out")] == ["manifest.json"] and not atomic._unfinished
+
+
 def test_memory_of_written_embeddings_is_used_again(encoder, monkeypatch):
     monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
     add, seen = corpora._Writer.add, []

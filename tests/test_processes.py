@@ -29,9 +29,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """A host with GPUs and 16 cores, and an encoder with small chunks."""
+    """A host with GPUs and cores for two processes, which suffice, and an encoder with small chunks."""
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2 * processes._CORES), raising=False)
+    monkeypatch.setattr(processes, "_LEAST", 2)
     monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text))
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
@@ -154,7 +155,7 @@ def test_processes_get_no_signals_of_the_terminal():
     made = Processes(eval, 1)
     wait(lambda: made.ready)
     assert os.getsid(made._started[0].pid) != os.getsid(0)
-    assert made("__import__('os').environ['RAYON_NUM_THREADS']") == "8"
+    assert made("__import__('os').environ['RAYON_NUM_THREADS']") == str(processes._CORES)
 
 
 def test_forked_process_ends_none_of_its_parent():
@@ -270,9 +271,9 @@ def test_pairs_of_other_types_stay_with_threads():
 def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
     changes = {
         "cpu": lambda: monkeypatch.setattr(dispatch, "platform", lambda: "cpu"),
-        "cores": lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(15), raising=False),
-        "limit": lambda: monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, "1599999 100000")),
-        "threads": lambda: monkeypatch.setenv("RAYON_NUM_THREADS", "15"),
+        "cores": lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False),
+        "limit": lambda: monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, "799999 100000")),
+        "threads": lambda: monkeypatch.setenv("RAYON_NUM_THREADS", "7"),
         "variable": lambda: monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false"),
         "executable": lambda: monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi"),
         "few texts": lambda: monkeypatch.setattr(text_encoder, "_MANY", 300),
@@ -284,8 +285,16 @@ def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
     assert texts_of._processes is None or not texts_of._processes._started and not texts_of._processes.ready
 
 
-def test_processes_are_one_for_eight_cores(on_gpus, monkeypatch):
-    assert processes.suitable() == 2
+@pytest.mark.parametrize(("cores", "expected"), [(15, 0), (16, 4), (32, 8), (64, 16), (128, 16)])
+def test_processes_are_one_for_four_cores(monkeypatch, cores, expected):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text))
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    assert processes.suitable() == expected
+
+
+def test_variables_of_the_tokenizers_library_count(on_gpus, monkeypatch):
     monkeypatch.setenv("RAYON_NUM_THREADS", "0")  # all
     assert processes.suitable() == 2
     for value, expected in (("true", 2), ("1", 2), ("0", 0), ("", 0), ("OFF", 0), ("no", 0), ("n", 0), ("f", 0)):

@@ -181,15 +181,8 @@ class _Work:
     """A batch in flight on a device."""
 
     cut: _Cut
-    result: Any  # what `Lane.compute` returned, or the error that it raised
+    started: Future[Any]  # what `Lane.compute` returned, or the error that it raised
     reading: Future[Any] | None = None  # set if a thread reads the result
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the result can be used without waiting."""
-        if self.reading is not None:
-            return self.reading.done()
-        return all(getattr(leaf, "is_ready", lambda: True)() for leaf in jax.tree.leaves(self.result))
 
 
 class Lane:
@@ -201,6 +194,8 @@ class Lane:
         first call for a shape starts the compilation of its program.
       wait: waits until the program of a batch is compiled.
       device: the device, for messages and for its limit of batch_size. None if there is only one device.
+      settings: returns the settings of the current thread that `compute` depends on. Only threads with the settings of
+        the caller call `compute`.
     """
 
     def __init__(
@@ -209,33 +204,63 @@ class Lane:
         is_ready: Callable[[Batch], bool] = lambda _: True,
         wait: Callable[[Batch], Any] = lambda _: None,
         device: Any = None,
+        settings: Callable[[], Any] = lambda: None,
     ) -> None:
         self.compute, self.is_ready, self.wait, self.device = compute, is_ready, wait, device
         self.in_flight: deque[_Work] = deque()
         self.is_retired = False  # True once the memory of the device was too small for a single text
+        self.guard = threading.Lock()  # held while a batch is started
+        self._settings = settings
+        self._starter: ThreadPoolExecutor | None = None  # None: the caller starts the batches
         self._reader: ThreadPoolExecutor | None = None
 
     @property
-    def load(self) -> int:
-        """Number of batches that are not finished. Batches before a finished one are finished, too."""
-        return sum(1 for _ in itertools.takewhile(lambda work: not work.is_ready, reversed(self.in_flight)))
+    def has_result(self) -> bool:
+        """True if the result of the oldest batch in flight can be used without waiting."""
+        return bool(self.in_flight) and self.in_flight[0].reading is not None and self.in_flight[0].reading.done()
 
-    def add(self, work: _Work, read: Callable[[_Work], Any]) -> None:
-        """Queues a batch. A thread calls `read` for the batch before it while the caller launches further batches.
+    def add(
+        self, cut: _Cut, start: Callable[[_Cut, "Lane"], Any], read: Callable[[_Work], Any], *, is_first: bool
+    ) -> None:  # fmt: skip
+        """Queues a batch. A thread calls `start` for it, and another thread calls `read`.
 
-        The last batch has no thread. A call with a single batch does not wait for a thread to start.
+        The caller starts the first batch of a call, which a thread reads if the lane gets a second one. So a call with
+        a single batch does not wait for threads to start.
         """
-        if self.in_flight:
-            if self._reader is None:
+        with contextlib.suppress(RuntimeError):  # the main thread has ended, so no thread can start
+            if self._reader is None and not is_first:
                 self._reader = ThreadPoolExecutor(max_workers=1)
-            with contextlib.suppress(RuntimeError):  # the main thread has ended, so no thread can start
-                self.in_flight[-1].reading = self._reader.submit(read, self.in_flight[-1])
+                for work in self.in_flight:
+                    work.reading = self._reader.submit(read, work)
+                starter = ThreadPoolExecutor(max_workers=1)
+                if starter.submit(self._settings).result() == self._settings():
+                    self._starter = starter
+                else:
+                    starter.shutdown()
+        work = _Work(cut, self._started(cut, start))
+        if self._reader is not None:
+            with contextlib.suppress(RuntimeError):
+                work.reading = self._reader.submit(read, work)
         self.in_flight.append(work)
 
+    def _started(self, cut: _Cut, start: Callable[[_Cut, "Lane"], Any]) -> Future[Any]:
+        if self._starter is not None:
+            with contextlib.suppress(RuntimeError):
+                return self._starter.submit(start, cut, self)
+        return _finished(start(cut, self))
+
     def close(self) -> None:
-        """Ends the thread."""
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
+        """Ends the threads."""
+        for thread in (self._starter, self._reader):
+            if thread is not None:
+                thread.shutdown(cancel_futures=True)
+
+
+def _finished(result: Any) -> Future[Any]:
+    """Returns a future that has a result."""
+    future = Future[Any]()
+    future.set_result(result)
+    return future
 
 
 @dataclasses.dataclass
@@ -432,7 +457,8 @@ class Batcher:
     ) -> Generator[tuple[np.ndarray, Any]]:  # fmt: skip
         """Yields (positions `[n]`, `receive(positions, results)`) of each batch; results are `[n, ...]`.
 
-        Within a chunk, longer texts come first. A thread for each lane waits for its results and calls `receive`.
+        Within a chunk, longer texts come first. Two threads for each lane start its batches, and wait for their results
+        and call `receive`.
 
         An empty chunk ends a part. Texts before it and texts after it never share a batch. The last chunk is empty.
 
@@ -448,24 +474,28 @@ class Batcher:
 
         def read(work: _Work) -> Any:
             positions, texts, _, _ = work.cut
-            if isinstance(work.result, jax.errors.JaxRuntimeError):
-                raise work.result
-            if isinstance(work.result, tuple):
-                return receive(positions, self._features(texts, *map(np.asarray, work.result)))
-            return receive(positions, np.asarray(work.result)[: len(positions)])
+            result = work.started.result()
+            if isinstance(result, jax.errors.JaxRuntimeError):
+                raise result
+            if isinstance(result, tuple):
+                return receive(positions, self._features(texts, *map(np.asarray, result)))
+            return receive(positions, np.asarray(result)[: len(positions)])
 
+        is_first = True
         try:
             for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
-                for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
+                for lane in lanes:
+                    while lane.has_result:
+                        yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
+                for lane in sorted(lanes, key=lambda lane: len(lane.in_flight)):
                     parts = self._fitting(cut, lane)
                     # The first lane takes any batch. Another lane takes a batch only if its program is compiled.
                     if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
                         break
                 for part in parts:
-                    lane.add(work := _started(part, lane), read)
-                    # If the device has refused this batch, first finish all work in flight on the device, and compute
-                    # this batch in smaller parts. Then queue more.
-                    while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
+                    lane.add(part, self._start, read, is_first=is_first)
+                    is_first = False
+                    while len(lane.in_flight) > _IN_FLIGHT:
                         yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
             for lane in lanes:
                 while lane.in_flight:
@@ -540,6 +570,35 @@ class Batcher:
             return [cut]
         return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, set(), last=True)]
 
+    def _start(self, cut: _Cut, lane: Lane) -> Any:
+        """Starts the computation of a batch on a lane, and the copy of its results to the host.
+
+        Returns the result, or the error. Once memory has run out, queued batches of that size are not tried.
+        """
+        with lane.guard:
+            if cut.batch_size > self._largest.get(lane.device, cut.batch_size):
+                return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a batch of this size did not fit before")
+            try:
+                result = lane.compute(cut.batch)
+                for leaf in jax.tree.leaves(result):
+                    if isinstance(leaf, jax.Array):
+                        leaf.copy_to_host_async()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    self._halve(cut.batch_size, lane)
+                return error
+        return result
+
+    def _halve(self, batch_size: int, lane: Lane) -> None:
+        """Limits the batches of a lane to half of a size that did not fit."""
+        half = max(batch_size // 2, 1)
+        if half < self._largest.get(lane.device, batch_size):
+            self._largest[lane.device] = half
+            _log.warning(
+                "%s has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
+                _name(lane), batch_size * self.limit, half * self.limit, half,
+            )  # fmt: skip
+
     def _finish(
         self, work: _Work, lane: Lane, first: Lane, read: Callable[[_Work], Any]
     ) -> Iterator[tuple[np.ndarray, Any]]:
@@ -553,20 +612,15 @@ class Batcher:
         else:
             yield positions, result
             return
-        on = "the device" if lane.device is None else f"the device {lane.device}"
-        half = max(batch_size // 2, 1)
-        if batch_size == 1:
-            if not lane.is_retired:  # other batches may have been launched on it
-                _log.warning("%s has too little memory for one text; going on without it", on)
-            lane.is_retired, lane = True, first
-        elif half < self._largest.get(lane.device, batch_size):
-            self._largest[lane.device] = half
-            _log.warning(
-                "%s has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
-                on, batch_size * self.limit, half * self.limit, half,
-            )  # fmt: skip
-        for part in self._cut(positions, texts, half, lane, set(), last=True):
-            yield from self._finish(_started(part, lane), lane, first, read)
+        with lane.guard:
+            self._halve(batch_size, lane)
+        if batch_size == 1 and not lane.is_retired:  # other batches may have been queued for it
+            lane.is_retired = True
+            _log.warning("%s has too little memory for one text; going on without it", _name(lane))
+        lane = first if lane.is_retired else lane
+        for part in self._cut(positions, texts, max(batch_size // 2, 1), lane, set(), last=True):
+            again = _Work(part, _finished(self._start(part, lane)))
+            yield from self._finish(again, lane, first, read)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
         """Splits the results of a batch by text.
@@ -619,16 +673,8 @@ class Batcher:
         return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
 
 
-def _started(cut: _Cut, lane: Lane) -> _Work:
-    """Starts the computation of a batch on a lane, and the copy of its results to the host."""
-    try:
-        result = lane.compute(cut.batch)
-        for leaf in jax.tree.leaves(result):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
-    except jax.errors.JaxRuntimeError as error:
-        result = error
-    return _Work(cut, result)
+def _name(lane: Lane) -> str:
+    return "the device" if lane.device is None else f"the device {lane.device}"
 
 
 def _cause(model: nnx.Module) -> str:

@@ -396,6 +396,8 @@ class _OpenPart:
                 compression={path: "zstd" if path in others else "none" for path in _paths(self._schema)},
             )  # fmt: skip
             self._data = self._stack.enter_context(self._new.open("rb"))
+            self._syncer = self._stack.enter_context(ThreadPoolExecutor(max_workers=1))
+            self._synced = self._syncer.submit(self._sync)
         self._has_failed = False
 
     def write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
@@ -417,11 +419,16 @@ class _OpenPart:
         with atomic.writing(self._file):
             table = pa.table([*arrays, column], schema=self._schema)
             self._writer.write_table(table, row_group_size=chunk.rows)
-            hashlib.file_digest(self._data, lambda: self._digest)
-            if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
-                os.fdatasync(self._data.fileno())
+            self._synced.result()
+        self._synced = self._syncer.submit(self._sync)
         self._rows += chunk.rows
         self._has_failed = False
+
+    def _sync(self) -> None:
+        """Reads what is written for the checksum, and waits for the disk. A chunk is written meanwhile."""
+        hashlib.file_digest(self._data, lambda: self._digest)
+        if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
+            os.fdatasync(self._data.fileno())
 
     def finish(self) -> None:
         """Gives the part its name, unless it lacks rows."""
@@ -429,6 +436,7 @@ class _OpenPart:
             return
         try:
             with atomic.writing(self._file):
+                self._synced.result()
                 self._writer.close()
                 facts = _facts(self._data, self._digest, self._rows, self.part, self._settings)
                 self._record.write_text(json.dumps(facts, allow_nan=False) + "\n", "utf-8")

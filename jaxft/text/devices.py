@@ -85,25 +85,35 @@ class Dealer:
         lanes: list[Lane] = []
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
 
-        def given(device: jax.Device | None, batch: Batch) -> tuple[Any, ...]:
-            return arguments(arrays if device is None else self._bundled.on(device, arrays), rebuild, batch)
+        def shape_of(batch: Batch) -> tuple[Any, ...]:
+            return batch.input_ids.shape, batch.lengths.shape, batch.longest
 
         def lane(device: jax.Device | None) -> Lane:
             is_first = device == first
             there = None if is_first and is_home else device  # None: the arrays are already there
 
+            # By the shape of a batch, which is a short key: the programs of the call, and the functions that it calls.
+            known: dict[Any, Future[Any] | None] = {}
+            called: dict[Any, Callable[..., Any]] = {}
+            copies = functools.cache(lambda: arrays if there is None else self._bundled.on(there, arrays))
+
+            def given(batch: Batch) -> tuple[Any, ...]:
+                return arguments(copies(), rebuild, batch)
+
             def program(batch: Batch) -> Future[Any] | None:
                 """Returns the program for the shape of a batch. The first call for a shape starts the compilation."""
+                shape = shape_of(batch)
+                with contextlib.suppress(KeyError):
+                    return known[shape]
                 _, *others = arguments([], rebuild, batch)
                 key = (function, there, *(getattr(x, "shape", x) for x in others))
-                with contextlib.suppress(KeyError):
-                    return self._programs[key]
                 if not is_first:
                     lanes[0].is_ready(batch)  # starts the compilation for the first device
                 with self._guard:
                     if key not in self._programs:
                         self._programs[key] = start(key, batch)
-                    return self._programs[key]
+                    known[shape] = self._programs[key]
+                return known[shape]
 
             def run(work: Callable[[], Any], batch: Batch) -> Any:
                 if not is_first:
@@ -116,7 +126,7 @@ class Dealer:
                 compiled = Future[Any]()
                 try:
                     with dispatch.traced_for(first):
-                        call = given(there, batch)
+                        call = given(batch)
                         name = programs.name(function, model, call)
                         kept = None if name is None else compilation_cache.read(name)
                         work: Callable[[], Any]
@@ -149,12 +159,14 @@ class Dealer:
                 return None if compiled is None else compiled.exception()
 
             def compute(batch: Batch) -> Any:
-                compiled = program(batch)
+                shape, compiled = shape_of(batch), program(batch)
                 # A call before the compilation ends would compile the program a second time, so wait for it.
                 loaded = None if compiled is None or compiled.exception() is not None else compiled.result()
                 with dispatch.traced_for(first):
-                    call = given(there, batch)
-                    return (loaded if loaded and loaded.fits(call) else function)(*call)
+                    call = given(batch)
+                    if shape not in called:
+                        called[shape] = loaded if loaded and loaded.fits(call) else function
+                    return called[shape](*call)
 
             def is_ready(batch: Batch) -> bool:
                 compiled = program(batch)
@@ -162,7 +174,7 @@ class Dealer:
                     return is_first
                 return compiled.done() and (is_first or not (compiled.cancelled() or compiled.exception()))
 
-            return Lane(compute, is_ready, wait, device)
+            return Lane(compute, is_ready, wait, device, programs.settings)
 
         lanes += map(lane, chosen or [None])
         return lanes

@@ -12,8 +12,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-_CORES = 8  # cores, and threads, of each process; see docs/performance-notes.md
-_LEAST = 2  # number of processes that are faster than threads
+# Cores, and threads, of each process. BERT's tokenizers take one thread of a process, others take all of them. See
+# docs/performance-notes.md.
+_CORES = 4
+_LEAST, _MOST = 4, 16  # number of processes: fewer are slower than threads, and each has 35 to 65 MB
 _PIPE = 1 << 18  # bytes of a pipe: about a chunk, so that a thread that reads or writes it seldom waits for the lock
 
 _log = logging.getLogger("jaxft")
@@ -29,7 +31,7 @@ def suitable() -> int:
         cores = min(cores, int(os.environ.get("RAYON_NUM_THREADS", "")) or cores)
     is_off = os.environ.get("TOKENIZERS_PARALLELISM", "on").lower() in ("false", "off", "no", "f", "n", "0", "")
     has_python = os.path.basename(sys.executable or "").startswith("python")  # not a program that embeds Python
-    count = cores // _CORES
+    count = min(cores // _CORES, _MOST)
     return count if has_python and not is_off and count >= _LEAST else 0
 
 

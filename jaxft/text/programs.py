@@ -144,7 +144,12 @@ class Loaded:
 def state(call: Sequence[Any]) -> Any:
     """Returns what may change between two calls of an encoder: the model's arrays, and JAX's settings in a thread."""
     arrays = [(x.aval, x.sharding, x.committed) for x in call[0]]
-    return arrays, _settings()(jax.config), jax.sharding.get_abstract_mesh(), dispatch.device()
+    return arrays, settings()
+
+
+def settings() -> Any:
+    """Returns the settings of this thread that a trace depends on."""
+    return _settings()(jax.config), jax.sharding.get_abstract_mesh(), dispatch.device()
 
 
 @functools.cache
