@@ -487,7 +487,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "electra": Layout(
         names=_ELECTRA | _HEADS["electra"],
         prefix="electra.",
-        heads=("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", *_CLASSIFIERS),
+        heads=(
+            "generator_predictions.",
+            "generator_lm_head.",
+            "discriminator_predictions.",
+            "sequence_summary.",
+            *_CLASSIFIERS,
+        ),  # fmt: skip
         tied=_TIED["electra"],
         architecture="ElectraModel",
         facts={"classifier_activation": "gelu"},
