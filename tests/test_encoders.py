@@ -109,6 +109,7 @@ OF_BERT = ("cls.predictions.bias", "cls.seq_relationship.weight", "classifier.we
 OF_ROBERTA = ("lm_head.decoder.weight", "classifier.out_proj.weight", "qa_outputs.bias")
 # Case -> the prefixes of its encoder's tensors in transformers' models with heads, and tensors of all these heads.
 HEADS = {
+    "bert": (("bert.",), (*OF_BERT, "linear.weight")),
     "ernie": (("ernie.",), OF_BERT),
     "data2vec-text": (("data2vec_text.",), OF_ROBERTA),
     "mpnet": (("mpnet.",), OF_ROBERTA),
@@ -135,6 +136,13 @@ def test_encoder_ignores_heads_and_buffers(tmp_path, case):
         more |= {f"{prefix}embeddings.{name}_ids": np.ones((1, 9), np.int8) for name in ("position", "token_type")}
         safetensors.numpy.save_file({prefix + name: x for name, x in tensors.items()} | more, file)
         chex.assert_trees_all_equal(nnx.state(plain), nnx.state(BertModel.from_pretrained(tmp_path)))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", ["bert", "roberta", "mpnet", "nomic_bert", "gte", "electra", "albert", "deberta-v2"])
+def test_encoder_of_a_masked_language_model_has_no_pooler(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "ForMaskedLM")
+    assert BertModel.from_pretrained(tmp_path).pooler is None
 
 
 TIED = {

@@ -537,7 +537,7 @@ def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
     number = re.match(r"layers\.(\d+)\.", parameter)
     if number is None:
         return layout.names[parameter]
-    template = parameter.replace(number[0], "layers.{i}.", 1)
+    template = parameter.replace(number[0], "layers.{i}.")
     return [name.format(i=number[1]) for name in layout.names[template]]
 
 
