@@ -499,6 +499,34 @@ def test_norm_may_return_another_dtype(given, wanted):
     assert fuse(fn)(x).dtype == wanted
 
 
+@pytest.mark.parametrize(
+    "name", ["jnp.mean and jnp.var", "a power of -0.5", "RMSNorm by hand", "jax.nn.softmax", "jax.nn.log_softmax"]
+)
+def test_wide_result_of_a_narrow_array_is_not_rounded(name):
+    """The op reads x in bfloat16 and writes float32: its result is as exact as the function's."""
+    fn, (x, *vectors) = CASES[name].make(jnp.float32)
+
+    def wide(x):
+        return fn(x.astype(jnp.float32), *vectors)
+
+    narrow = x.astype(jnp.bfloat16)
+    assert fuse(wide).report(narrow).counts == CASES[name].wanted
+    np.testing.assert_allclose(fuse(wide)(narrow), wide(narrow), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [jax.nn.softmax, jax.nn.log_softmax])
+@pytest.mark.parametrize("cast", [jnp.float32, jnp.bfloat16])
+def test_softmax_takes_numbers_that_its_result_cannot_hold(op, cast):
+    """Logits in bfloat16 can be beyond the range of a result in float16."""
+
+    def fn(x):
+        return op(x.astype(cast)).astype(jnp.float16)
+
+    x = (normal(0, 4, 16) * 1e5).astype(jnp.bfloat16)
+    assert sum(fuse(fn).report(x).counts.values()) == 1
+    np.testing.assert_allclose(fuse(fn)(x), fn(x), rtol=1e-2)
+
+
 # --- Masked rows -------------------------------------------------------------------------------------------------
 
 
