@@ -8,7 +8,30 @@ import numpy as np
 import pytest
 
 import jaxft
-from fusion_cases import ATT, BA, BRLN, DRLN, FF, LN, LOSS, LSM, PAD, QKV, RMS, SM, B, D, F, H, N, T, V, keys, normal
+from fusion_cases import (
+    ATT,
+    BA,
+    BRLN,
+    DRLN,
+    EMPTY,
+    FF,
+    LN,
+    LOSS,
+    LSM,
+    PAD,
+    QKV,
+    RMS,
+    SM,
+    B,
+    D,
+    F,
+    H,
+    N,
+    T,
+    V,
+    keys,
+    normal,
+)  # fmt: skip
 from test_fusion import standard_promotion  # noqa: F401
 
 
@@ -69,6 +92,28 @@ TRAPS = {
         lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((2 * x - mean(x)) ** 2) + 1e-5), [ROWS], LN),
     "squares of twice the mean minus x": (
         lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((2 * mean(x) - x) ** 2) + 1e-5), [ROWS], LN),
+    "squares of a shifted centre": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((x - mean(x) + 0.5) ** 2) + 1e-5), [ROWS], LN),
+    "a shifted centre": (lambda x: (x - mean(x) + 0.5) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
+    "twice the squares": (lambda x: x * jax.lax.rsqrt(mean(2 * (x * x)) + 1e-5), [ROWS], RMS),
+    "the square of the mean is added": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) + mean(x) ** 2 + 1e-5), [ROWS], LN),
+    "the square of another mean": (
+        lambda x, y: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) - 1e-3 * mean(y) ** 2 + 1e-5), [ROWS, ROWS], LN),
+    "the variance of other rows": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(swapped(var(x)) + 1e-5), [ROWS], LN),
+    "the root of other rows": (
+        lambda x: (x - mean(x)) * swapped(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS], LN),
+    "a variance of the columns": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(((x - mean(x)) ** 2).mean(-2, keepdims=True) + 1e-5), [SQUARE], LN),
+    "a variance of many columns without bias": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(x.var(-1, ddof=1, keepdims=True) + 1e-5), [(3, 1000)], LN),
+    "the root of another array": (lambda x, y: y * jax.lax.rsqrt(mean(x * x) + 1e-5), [ROWS, ROWS], RMS),
+    "a product with itself": (lambda x: x * x * jax.lax.rsqrt(mean(x * x) + 1e-5), [ROWS], RMS),
+    "parts of twice the array": (
+        lambda x: (lambda r: 2 * x * r - mean(x) * r)(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS], LN),
+    "parts of another mean": (
+        lambda x, y: (lambda r: x * r - mean(y) * r)(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS, ROWS], LN),
     "two scales": (
         lambda x, g, h: (lambda r: x * r * g - mean(x) * r * h)(jax.lax.rsqrt(var(x) + 1e-5)),
         [ROWS, VECTOR, VECTOR], LN),
@@ -113,6 +158,82 @@ def one_of(fn, *shapes):
 
 def attention(weights, mask=PAD):
     return lambda: (with_weights(weights), [*(normal(i, *shape) for i, shape in enumerate(QKV)), mask])
+
+
+def softmax_of(exponentials):
+    return lambda x: (lambda e: e / total(e))(exponentials(x))
+
+
+OTHER = jnp.arange(T)[:, None] % 5 > jnp.arange(T) % 4
+A_ROW_IS_EMPTY = jnp.tri(D, k=-1, dtype=bool)
+VALUES = {
+    "a squared exponential": one_of(lambda x: jnp.exp(x) ** 2 / total(jnp.exp(x))),
+    "a product of exponentials": one_of(lambda x: jnp.exp(x) * jnp.exp(x) / total(jnp.exp(x))),
+    "exponentials of a difference": one_of(lambda x, b: softmax_of(jnp.exp)(x - b), (B, T, D), (D,)),
+    "twice the probabilities": one_of(lambda x: jnp.exp(x) * (2 / total(jnp.exp(x)))),
+    "a softmax of a transposed array": one_of(lambda x: jax.nn.softmax(x.T), SQUARE),
+    "a log-softmax over axis 1": one_of(lambda x: x - jax.nn.logsumexp(x, axis=1, keepdims=True)),
+    "twice the logarithm": one_of(lambda x: x - 2 * jax.nn.logsumexp(x, axis=-1, keepdims=True)),
+    "a constant mask of -inf with an empty row": one_of(
+        lambda x: jax.nn.softmax(jnp.where(A_ROW_IS_EMPTY, x, -jnp.inf)), SQUARE),
+    "an inverted constant mask of -inf with an empty row": one_of(
+        lambda x: jax.nn.softmax(jnp.where(~A_ROW_IS_EMPTY.T, x, -jnp.inf) + jnp.where(A_ROW_IS_EMPTY, 0, 1)), SQUARE),
+    "a constant mask of -inf that is inverted": one_of(
+        lambda x: jax.nn.softmax(jnp.where(A_ROW_IS_EMPTY.T, -jnp.inf, x)), SQUARE),
+    "two masks of -inf": one_of(lambda x, y: jax.nn.softmax(jnp.where(
+        A_ROW_IS_EMPTY, jnp.where(y > 0, x, -jnp.inf), -jnp.inf)), SQUARE, SQUARE),
+    "the logarithm of a mask": one_of(
+        lambda x, y: jax.nn.softmax(x + jnp.log((y > 1.5).astype(x.dtype))), (B, T, D), (B, T, D)),
+    "a bias before a temperature": attention(
+        lambda s, m: jax.nn.softmax((s + jnp.arange(1.0, T + 1)) * jnp.arange(1.0, N + 1)[:, None, None])),
+    "a factor of each key": attention(lambda s, m: jax.nn.softmax(s * jnp.arange(1.0, T + 1))),
+    "a number divided by the logits": attention(lambda s, m: jax.nn.softmax(jnp.arange(1.0, T + 1)[:, None] / (9 + s))),
+    "masked logits times a temperature": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9) * jnp.arange(1.0, N + 1)[:, None, None] * 1e-9)),
+    "halves of the probabilities of some heads": attention(
+        lambda s, m: jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(s), jnp.full(N, 0.5))),
+    "another mask after the softmax": attention(
+        lambda s, m: jnp.where(OTHER, jax.nn.softmax(jnp.where(m, s, -1e9)), 0)),
+    "another mask of the probabilities": attention(lambda s, m: jnp.where(
+        OTHER, softmax_of(lambda s: jnp.where(m, jnp.exp(s), 0))(s), 0)),
+    "two masks": attention(lambda s, m: jax.nn.softmax(jnp.where(OTHER, jnp.where(m, s, -1e9), -1e9))),
+    "two masks of different values": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, k=-1, dtype=bool), jnp.where(m, s, -1e9), -2e9))),
+    "a wide causal mask": attention(lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, k=1, dtype=bool), s, -1e9))),
+    "two biases": attention(lambda s, m: jax.nn.softmax(s + jnp.arange(T) - 0.5 * jnp.arange(T)[:, None] * OTHER)),
+    "a mask times a number": attention(lambda s, m: jax.nn.softmax(s + 3 * jnp.where(m, 0, -1e30)), EMPTY),
+    "weights of a mask": attention(lambda s, m: jax.nn.softmax(s + jnp.log(jnp.where(m, 1.0, 0.25)))),
+    "grouped heads whose keys are all masked": lambda: (
+        lambda q, k, v, m: jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], mask=keys(m)),
+        [*(normal(i, *shape) for i, shape in enumerate(QKV)), EMPTY]),
+    "probabilities that go to two matmuls": one_of(
+        lambda q, k, v: (lambda p: (p @ v, p @ (v + 1)))(jax.nn.softmax(q @ k.T)), *[(T, H)] * 3),
+    "values of another size": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (T, H), (T, H), (T, 2 * H)),
+    "transposed probabilities": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T).T @ v, *[(T, H)] * 3),
+    "heads of another order": one_of(
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v[:, :, ::-1]), *QKV),
+    "lookups beyond a table": lambda: (
+        lambda ids, words, places: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
+            jnp.take(words, ids, axis=0, mode="clip") + places),
+        [jnp.array([[0, 3, V - 1, V + 5], [-2, 1, 2, 3]]), normal(0, V, D), normal(1, 4, D)]),
+    "a loss of labels that do not exist": lambda: (
+        lambda x, w, labels: -jnp.sum(jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(labels, V), -1)),
+        [normal(0, 16, D), normal(1, D, V), jnp.arange(16) * 7 - 9]),
+    "a loss with a mask that is inverted": one_of(
+        lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
+    "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),
+    "a permuted transpose": one_of(lambda x: x.transpose(1, 2, 0).transpose(0, 2, 1), (B, T, D)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_results_are_those_of_the_function(name):
+    """Whatever is found."""
+    fn, args = VALUES[name]()
+    found, expected = jax.jit(jaxft.fuse(fn, force=True))(*args), jax.jit(fn)(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 NEAR = {
@@ -235,6 +356,13 @@ SPELLINGS = {
         attention(lambda s, m: jax.nn.softmax(s / jnp.arange(1.0, T + 1)[:, None])), {ATT: 1}),
     "logits that are multiplied by a number of each head": (
         attention(lambda s, m: jax.nn.softmax(jnp.arange(1.0, N + 1)[:, None, None] * s)), {ATT: 1}),
+    "two shifts": (one_of(
+        lambda x, a, b: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) + a + b, (B, T, D), (D,), (D,)), {LN: 1}),
+    "two scales in turn": (one_of(
+        lambda x, a, b: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) * a * b, (B, T, D), (D,), (D,)), {LN: 1}),
+    "twice a normalisation": (one_of(lambda x: 2 * ((x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5))), {LN: 1}),
+    "an RMSNorm with a shift": (one_of(
+        lambda x, g, b: x * jax.lax.rsqrt(mean(x * x) + 1e-5) * g + b, (B, T, D), (D,), (D,)), {RMS: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 

@@ -287,6 +287,20 @@ def test_tokenizer_without_settings_names_the_padding_token(tmp_path):
     assert (named["mask_token"], named["cls_token"], named["pad_token"]) == ("[MASK]", "[CLS]", "[PAD]")
 
 
+def test_padding_token_is_the_one_that_the_folder_names(tmp_path):
+    tiny.write_sentence_model(tmp_path / "a")
+    tiny.write_json(tmp_path / "a" / "tokenizer_config.json", {"pad_token": "[UNK]"})
+    SentenceEncoder.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert read(tmp_path / "b", "tokenizer_config.json")["pad_token"] == "[UNK]"
+
+
+def test_padding_without_a_token_is_not_named(tmp_path):
+    tokenizer = tiny.bert_tokenizer()
+    config = tiny.config(vocab_size=tokenizer.get_vocab_size() + 1, pad_token_id=tokenizer.get_vocab_size())
+    SentenceEncoder(BertModel(config, rngs=nnx.Rngs(0)), tokenizer, max_seq_length=16).save_pretrained(tmp_path)
+    assert "pad_token" not in read(tmp_path, "tokenizer_config.json")
+
+
 # --- Earlier saves -----------------------------------------------------------------------------------------------
 
 
@@ -295,7 +309,7 @@ def test_save_over_another_model_leaves_nothing_of_it(tmp_path):
     stale = {
         "added_tokens.json": {"rain": 7}, "special_tokens_map.json": {"additional_special_tokens": ["the"]},
         "adapter_config.json": {"peft_type": "LORA"}, "2_Dense/pytorch_model.bin": {}, "processor_config.json": {},
-        "preprocessor_config.json": {},
+        "preprocessor_config.json": {}, "model_float8.safetensors": {},
     }  # fmt: skip
     own = {"notes.txt": {}, "onnx/config.json": {}, "3_LayerNorm/notes.txt": {}, "checkpoints/1/config.json": {}}
     for name, value in (stale | own).items():

@@ -136,7 +136,9 @@ def test_arguments_of_sentence_transformers_are_named(name, encoder):
         encoder.encode(TEXTS, **{name: True})
 
 
-def test_saved_folder_gives_the_same(encoder, tmp_path):
+@pytest.mark.parametrize("name", ["splade", "splade, sum"])
+def test_saved_folder_gives_the_same(name, tmp_path):
+    encoder = SparseEncoder.from_pretrained(peer_models.write(tmp_path / "model", name))
     encoder.save_pretrained(tmp_path)
     again = SparseEncoder.from_pretrained(tmp_path)
     np.testing.assert_array_equal(again.encode(TEXTS).toarray(), encoder.encode(TEXTS).toarray())

@@ -84,8 +84,7 @@ def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
     if name == "broadcast_in_dim":
         axes: list[int | None] = [None] * rank
         for axis, target in enumerate(node.params["broadcast_dimensions"]):
-            if source.shape[axis] == v.shape[target]:
-                axes[target] = axis
+            axes[target] = axis
         return source, tuple(axes)
     if name in ("reshape", "squeeze", "expand_dims"):
         ours = [axis for axis, size in enumerate(v.shape) if size != 1]
@@ -233,4 +232,4 @@ def factors(
         found[v, where] = found.get((v, where), 0) + power
 
     collect(v, where, 1)
-    return coefficient, [(v, where, power) for (v, where), power in found.items() if power]
+    return coefficient, [(v, where, power) for (v, where), power in found.items()]
