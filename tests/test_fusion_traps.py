@@ -99,7 +99,7 @@ TRAPS = {
     "the square of the mean is added": (
         lambda x: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) + mean(x) ** 2 + 1e-5), [ROWS], LN),
     "the square of another mean": (
-        lambda x, y: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) - 1e-3 * mean(y) ** 2 + 1e-5), [ROWS, ROWS], LN),
+        lambda x, y: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) - mean(0.1 * y) ** 2 + 1e-5), [ROWS, ROWS], LN),
     "the variance of other rows": (
         lambda x: (x - mean(x)) * jax.lax.rsqrt(swapped(var(x)) + 1e-5), [ROWS], LN),
     "the root of other rows": (
@@ -167,9 +167,13 @@ def softmax_of(exponentials):
 OTHER = jnp.arange(T)[:, None] % 5 > jnp.arange(T) % 4
 A_ROW_IS_EMPTY = jnp.tri(D, k=-1, dtype=bool)
 VALUES = {
+    "numbers beyond the range of a cast": lambda: (
+        lambda x: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(x.astype(jnp.float16).astype(jnp.float32)),
+        [(normal(0, T, D) * 4e4).astype(jnp.bfloat16)]),
     "a squared exponential": one_of(lambda x: jnp.exp(x) ** 2 / total(jnp.exp(x))),
     "a product of exponentials": one_of(lambda x: jnp.exp(x) * jnp.exp(x) / total(jnp.exp(x))),
     "exponentials of a difference": one_of(lambda x, b: softmax_of(jnp.exp)(x - b), (B, T, D), (D,)),
+    "exponentials times their sum": one_of(lambda x: jnp.exp(x) / total(jnp.exp(x)) ** -1),
     "twice the probabilities": one_of(lambda x: jnp.exp(x) * (2 / total(jnp.exp(x)))),
     "a softmax of a transposed array": one_of(lambda x: jax.nn.softmax(x.T), SQUARE),
     "a log-softmax over axis 1": one_of(lambda x: x - jax.nn.logsumexp(x, axis=1, keepdims=True)),
@@ -187,13 +191,15 @@ VALUES = {
     "a bias before a temperature": attention(
         lambda s, m: jax.nn.softmax((s + jnp.arange(1.0, T + 1)) * jnp.arange(1.0, N + 1)[:, None, None])),
     "a factor of each key": attention(lambda s, m: jax.nn.softmax(s * jnp.arange(1.0, T + 1))),
-    "a number divided by the logits": attention(lambda s, m: jax.nn.softmax(jnp.arange(1.0, T + 1)[:, None] / (9 + s))),
+    "a number divided by the logits": attention(lambda s, m: jax.nn.softmax(jnp.arange(T)[:, None] * 1e-3 / s)),
     "masked logits times a temperature": attention(
-        lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9) * jnp.arange(1.0, N + 1)[:, None, None] * 1e-9)),
+        lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9) * (1e-9 * jnp.arange(1.0, N + 1))[:, None, None])),
     "halves of the probabilities of some heads": attention(
         lambda s, m: jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(s), jnp.full(N, 0.5))),
     "another mask after the softmax": attention(
         lambda s, m: jnp.where(OTHER, jax.nn.softmax(jnp.where(m, s, -1e9)), 0)),
+    "a mask of transposed probabilities": attention(lambda s, m: jnp.where(
+        OTHER, jax.nn.softmax(jnp.where(OTHER, s, -1e9)).swapaxes(2, 3), 0).swapaxes(2, 3)),
     "another mask of the probabilities": attention(lambda s, m: jnp.where(
         OTHER, softmax_of(lambda s: jnp.where(m, jnp.exp(s), 0))(s), 0)),
     "two masks": attention(lambda s, m: jax.nn.softmax(jnp.where(OTHER, jnp.where(m, s, -1e9), -1e9))),
@@ -210,6 +216,10 @@ VALUES = {
         lambda q, k, v: (lambda p: (p @ v, p @ (v + 1)))(jax.nn.softmax(q @ k.T)), *[(T, H)] * 3),
     "values of another size": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (T, H), (T, H), (T, 2 * H)),
     "transposed probabilities": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T).T @ v, *[(T, H)] * 3),
+    "heads of two axes": one_of(
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhde,bkhde->bhqk", q, k)), v),
+        (B, T, N, 2, 4), (B, T, N, 2, 4), (B, T, N, 8)),
     "heads of another order": one_of(
         lambda q, k, v: jnp.einsum(
             "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v[:, :, ::-1]), *QKV),
