@@ -648,7 +648,8 @@ def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
 
 
 @pytest.mark.parametrize(("low", "masked_rows", "replaced"), [
-    (-9e3, "mask", False), (-1e5, "exact", False), (-1e5, "mask", True), (-1e9, "exact", True),
+    (-9e3, "mask", False), (-65504.0, "exact", True), (-1e5, "exact", False), (-1e5, "mask", True),
+    (-1e9, "exact", True),
 ])  # fmt: skip
 def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, replaced):
     def fn(q, k, v, mask):
