@@ -123,6 +123,9 @@ TRAPS = {
         [ROWS, SQUARE, ROWS], DRLN),
     "a matmul that is used twice, before an activation": (
         lambda x, w, b: jax.nn.gelu(x @ w + b) + jnp.sum(x @ w), [ROWS, SQUARE, VECTOR], DENSE),
+    "a matmul that is used twice, before a loss": (
+        lambda x, w, b: jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(x @ w + b), jnp.arange(4)[:, None], -1))
+        + jnp.sum(x @ w), [(4, D), TABLE, (V,)], LOSS),
     "a matmul of other rows": (lambda x, w: swapped(x) @ w, [ROWS, TABLE], "dot_general"),
     "a matmul of two dtypes": (
         lambda x, w: jax.nn.gelu(jax.lax.dot_general(
@@ -183,6 +186,7 @@ VALUES = {
     "twice the probabilities": one_of(lambda x: jnp.exp(x) * (2 / total(jnp.exp(x)))),
     "a softmax of a transposed array": one_of(lambda x: jax.nn.softmax(x.T), SQUARE),
     "a log-softmax over axis 1": one_of(lambda x: x - jax.nn.logsumexp(x, axis=1, keepdims=True)),
+    "the sum of a row and its logarithm": one_of(lambda x: x + jnp.log(total(jnp.exp(x)))),
     "twice the logarithm": one_of(lambda x: x - 2 * jnp.log(total(jnp.exp(x)))),
     "a constant mask of -inf with an empty row": one_of(
         lambda x: jax.nn.softmax(jnp.where(A_ROW_IS_EMPTY, x, -jnp.inf)), SQUARE),
@@ -411,6 +415,8 @@ PRECISE = {
     "feed-forward": (lambda dot, x, w, o: norm_of(x + dot(jax.nn.gelu(dot(x, w)), o)), [ROWS, (D, F), (F, D)]),
     "loss": (lambda dot, x, w: jnp.sum(-jnp.take_along_axis(
         jax.nn.log_softmax(dot(x, w)), jnp.arange(4)[:, None], -1)), [(4, D), TABLE]),
+    "attention with one precise matmul": (
+        lambda dot, q, k, v: dot(jax.nn.softmax(jnp.dot(q, k.T, precision="default")), v), [(T, H)] * 3),
     "attention": (lambda dot, q, k, v: dot(jax.nn.softmax(dot(q, k.T)), v), [(T, H)] * 3),
 }  # fmt: skip
 
