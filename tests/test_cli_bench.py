@@ -214,6 +214,19 @@ def test_float8_is_that_of_the_recipe(monkeypatch):
     assert (calls["jaxft fp8"]() != calls["jaxft"]()).any()
 
 
+def test_float8_of_another_direction_is_not_timed(monkeypatch):
+    def shifted(model, recipe):
+        """Adds 1 to normalised hidden states: their cosine with what they were is 0.71."""
+        other = nnx.clone(model)
+        other.layers[-1].ffn_norm_beta.set_value(jnp.ones_like(other.layers[-1].ffn_norm_beta[...]))
+        return other
+
+    monkeypatch.setattr(comparison, "quantize", shifted)
+    model = bert.BertModel(tiny.config(num_hidden_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(comparison.ComparisonError, match=r"in float8 have a cosine of 0\.7\d+; they were not timed"):
+        comparison.compare(model, 1, 8, Float8Recipe())
+
+
 def test_times_are_medians(monkeypatch):
     """A call that is queued takes 2 us (b: 3 us), one time in nine a second. A call alone takes 10 us more."""
     counts, rounds = set(), itertools.count()

@@ -145,6 +145,14 @@ def test_encoder_of_a_masked_language_model_has_no_pooler(tmp_path, case):
     assert BertModel.from_pretrained(tmp_path).pooler is None
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", ["bert", "roberta", "distilbert", "modernbert"])
+def test_last_layer_of_another_number_of_labels_is_new(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "ForSequenceClassification")
+    model = BertForSequenceClassification.from_pretrained(tmp_path, num_labels=5, rngs=nnx.Rngs(0))
+    assert model.num_labels == 5
+
+
 TIED = {
     "gte": {"lm_head.decoder.weight": "new.embeddings.word_embeddings.weight"},
     "electra": {"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},

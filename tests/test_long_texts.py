@@ -447,6 +447,7 @@ def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
         ("x*", "yé", [True], "1", 8 + 3),
         ("^", "😀", [False], "   ", 7 + 1),
         ("x*", "😀😀😀", [False, False], "1", 49 + 27),
+        ("x*", "😀😀😀", [False, False, False], "1", 97 + 111),
         ("(?=1)", "abcd", [True, True, False], "11", 11 + 52),
     ],
 )
