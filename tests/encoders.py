@@ -2,7 +2,7 @@
 
 `make test-encoders` runs it as a program, in three steps:
 
-- `python tests/encoders.py` computes `data/encoders.npz` with transformers.
+- `python tests/encoders.py` computes `data/encoders.npz` and `data/config_defaults.json` with transformers.
 - `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the tables of
   types and errors of `docs/models.md`.
 - `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved, and compares embeddings and
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).parent / "data" / "encoders.npz"
+DEFAULTS = DATA.with_name("config_defaults.json")
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 LENGTHS = (70, 7, 23)
@@ -182,6 +183,18 @@ def compute() -> None:
     np.savez_compressed(DATA, **stored)
 
 
+def write_defaults() -> None:
+    """Writes the content of config.json that transformers' config class of each type has without arguments."""
+    import transformers
+
+    defaults = {}
+    for start, _ in CASES.values():
+        config = getattr(transformers, start + "Config")()
+        own = config.to_dict().keys() - transformers.PreTrainedConfig().to_dict().keys()
+        defaults[config.model_type] = {name: getattr(config, name) for name in sorted(own)}
+    DEFAULTS.write_text(json.dumps(defaults, indent=1, sort_keys=True) + "\n")
+
+
 def save(saved: Path) -> None:
     """Saves each model with jaxft in `saved/<case> <task>`, and writes the table of its errors."""
     import tempfile
@@ -294,6 +307,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
             compute()
+            write_defaults()
         case ["--save", folder]:
             save(Path(folder))
         case ["--check", folder]:

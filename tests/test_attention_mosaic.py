@@ -164,13 +164,14 @@ def test_scale(scale):
 
 @runs
 @pytest.mark.parametrize(
-    ("name", "length"), [("one row", 256), *slow_cases(("padding", 256), ("holes", 256), ("padding", 384))]
-)
-def test_mask(name, length):
+    ("name", "length", "batch", "heads"),
+    [("one row", 256, 2, 1), ("padding", 256, 3, 2),
+     *slow_cases(("one row", 256, 5, 1), ("padding", 256, 5, 1), ("holes", 256, 5, 1), ("padding", 384, 4, 1))],
+)  # fmt: skip
+def test_mask(name, length, batch, heads):
     """Masked keys reach nothing, and their gradients are 0. If no key is left, all gradients are 0."""
     rng = np.random.default_rng(1)
-    batch = 5 if length == 256 else 4
-    floats, mask = packed(rng, jnp.bfloat16, length, batch), key_mask(rng, name, batch, length)
+    floats, mask = packed(rng, jnp.bfloat16, length, batch, heads), key_mask(rng, name, batch, length)
     clean = check(**floats, mask=mask, multiprocessors=2)
     unused = np.broadcast_to(~mask[:, 0, 0], (batch, length))
     idle = ~mask.any(axis=3)[:, 0, 0]

@@ -1,17 +1,23 @@
 """`jaxft bench` compares an encoder with plain JAX."""
 
+import contextlib
+import functools
 import importlib.util
+import itertools
 import json
 import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import tiny
 from cases import slow
 from jaxft import cli, comparison, dispatch
 from jaxft.models import bert
+from jaxft.models.float8 import Float8Recipe
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +164,90 @@ def test_wrong_cudnn_result_is_left_out(model, monkeypatch, capsys, caplog):
     assert "xla+cudnn" not in capsys.readouterr().out
     (message,) = caplog.messages
     assert "cuDNN's attention is left out: its hidden states err by" in message
+
+
+@pytest.mark.parametrize(("error", "is_refused"), [(2.9, False), (3.1, True)])
+def test_error_is_at_most_twice_that_of_plain_jax_and_two_ulp(error, is_refused, monkeypatch):
+    """The hidden states are stubbed: the error of plain JAX is 1, and one ulp is 0.5."""
+    errors = iter([1.0, error])
+    monkeypatch.setattr(comparison, "_error", lambda got, truth: next(errors) * np.max(np.abs(truth)))
+    monkeypatch.setattr(comparison.jnp, "finfo", lambda dtype: types.SimpleNamespace(eps=0.5))
+    monkeypatch.setattr(comparison, "_times", dict)
+    model = bert.BertModel(tiny.config(num_hidden_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(comparison.ComparisonError) if is_refused else contextlib.nullcontext():
+        assert [*comparison.compare(model, 1, 4)] == ["jaxft", "xla"]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+def test_plain_layers_are_those_of_the_model(activation, monkeypatch):
+    monkeypatch.setattr(comparison, "_times", dict)
+    config = tiny.config(num_hidden_layers=1, hidden_act=activation, layer_norm_eps=0.1, initializer_range=0.3)
+    assert {*comparison.compare(bert.BertModel(config, rngs=nnx.Rngs(0)), 2, 8)} == {"jaxft", "xla"}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_plain_layers_mask_by_length_and_drop_two_outputs(whole):
+    """A row of padding changes no other row, and `drop` gets the outputs of attention and of the network."""
+    config = tiny.config(num_hidden_layers=1)
+    layer = bert.BertModel(config, rngs=nnx.Rngs(0)).layers[0]
+    p = nnx.to_pure_dict(nnx.state(layer))
+    options = {"heads": config.num_attention_heads, "activation": "gelu", "epsilon": 1e-12, "attention": "xla"}
+    x = jax.random.normal(jax.random.key(0), (1, 6, config.hidden_size))
+    lengths = None if whole else jnp.array([4])
+    y = comparison.plain_layer(p, x, lengths, **options)
+    other = comparison.plain_layer(p, x.at[:, 4:].set(9.0), lengths, **options)
+    assert bool(jnp.allclose(y[:, :4], other[:, :4], atol=1e-5)) != whole
+    zero = comparison.plain_layer(p, x, lengths, **options, drop=jnp.zeros_like)
+    norms = (p["attention_norm_gamma"], p["attention_norm_beta"]), (p["ffn_norm_gamma"], p["ffn_norm_beta"])
+    expected = functools.reduce(lambda x, norm: comparison.plain_layer_norm(x, *norm, 1e-12), norms, x)
+    np.testing.assert_allclose(zero, expected, atol=1e-6)
+
+
+def test_float8_is_that_of_the_recipe(monkeypatch):
+    seen, quantize = [], comparison.quantize
+    monkeypatch.setattr(comparison, "_times", dict)
+    monkeypatch.setattr(comparison, "quantize", lambda *arguments: seen.append(arguments) or quantize(*arguments))
+    config = tiny.config(num_hidden_layers=1, hidden_size=128, intermediate_size=128, initializer_range=0.05)
+    model, recipe = bert.BertModel(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16), Float8Recipe(activation_scale=2.0)
+    calls = comparison.compare(model, 1, 8, recipe)
+    assert seen == [(model, recipe)]
+    assert (calls["jaxft fp8"]() != calls["jaxft"]()).any()
+
+
+def test_float8_of_another_direction_is_not_timed(monkeypatch):
+    def shifted(model, recipe):
+        """Adds 1 to normalised hidden states: their cosine with what they were is 0.71."""
+        other = nnx.clone(model)
+        other.layers[-1].ffn_norm_beta.set_value(jnp.ones_like(other.layers[-1].ffn_norm_beta[...]))
+        return other
+
+    monkeypatch.setattr(comparison, "quantize", shifted)
+    model = bert.BertModel(tiny.config(num_hidden_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(comparison.ComparisonError, match=r"in float8 have a cosine of 0\.7\d+; they were not timed"):
+        comparison.compare(model, 1, 8, Float8Recipe())
+
+
+def test_times_are_medians(monkeypatch):
+    """A call that is queued takes 2 us (b: 3 us), one time in nine a second. A call alone takes 10 us more."""
+    counts, rounds = set(), itertools.count()
+
+    def queued_us(call, count):
+        counts.add(count)
+        outlier = 1e6 if count > 3 and next(rounds) % 9 == 4 else 0.0
+        return call() + outlier + 10 * (count == 1)
+
+    monkeypatch.setattr(comparison.profiler, "queued_us", queued_us)
+    monkeypatch.setattr(comparison, "_ROUNDS", 9)
+    monkeypatch.setattr(comparison, "_ROUND_SECONDS", 1e-4)
+    found = comparison._times({"a": lambda: 2.0, "b": lambda: 3.0})
+    assert found == {"a": comparison.Times(2.0, 12.0), "b": comparison.Times(3.0, 13.0)}
+    assert counts == {2, 3, 50, 34, 1}  # to compile, to estimate, for 100 us, and alone
+
+
+def test_speedup_is_that_of_float8_where_there_is_one():
+    us = {"jaxft": 10.0, "xla": 40.0, "jaxft fp8": 5.0, "xla+cudnn": 20.0}
+    (line,) = comparison.table([(1, 8)], [{name: comparison.Times(x, x) for name, x in us.items()}])[1:]
+    assert line.split()[6] == "4.00x"
 
 
 def test_table_shows_cases_without_cudnn(tmp_path):

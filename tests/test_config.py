@@ -1,11 +1,14 @@
 """BertConfig and the fields of config.json: limits, fixed values, old and new names. Without a model."""
 
 import dataclasses
+import json
 import logging
 
 import pytest
 
+import encoders
 import jaxft
+from jaxft.checkpoint import layouts
 from jaxft.models import config as configs
 
 SMALL = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
@@ -246,3 +249,12 @@ def test_alibi_makes_a_bert_and_no_other_type_a_jina_bert():
     assert read(**JINA).model_type == "jina_bert"
     with pytest.raises(ValueError, match="position_embedding_type must be 'absolute', got 'alibi'"):
         read(model_type="roberta", position_embedding_type="alibi")
+
+
+@pytest.mark.parametrize("kind", sorted({*layouts.LAYOUTS} - {"jina_bert"}))
+def test_absent_fields_have_the_defaults_of_transformers(kind):
+    """A config.json that names every field with transformers' default means the same as one that names none."""
+    needed = {"model_type": kind} | (DEBERTA if kind == "deberta-v2" else {})
+    every = json.loads(encoders.DEFAULTS.read_text())[kind]
+    assert {"vocab_size", "pad_token_id", "initializer_range"} <= every.keys()
+    assert jaxft.BertConfig.from_dict(needed) == jaxft.BertConfig.from_dict(every | needed)

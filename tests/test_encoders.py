@@ -3,6 +3,7 @@
 import json
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +103,82 @@ def test_saved_files(tmp_path, case, task):
     assert {*before} == {*after} and all(np.array_equal(before[name], after[name]) for name in before)
     again = CLASSES[task].from_pretrained(tmp_path / "saved")
     assert again.config == model.config
+
+
+OF_BERT = ("cls.predictions.bias", "cls.seq_relationship.weight", "classifier.weight", "qa_outputs.weight")
+OF_ROBERTA = ("lm_head.decoder.weight", "classifier.out_proj.weight", "qa_outputs.bias")
+# Case -> the prefixes of its encoder's tensors in transformers' models with heads, and tensors of all these heads.
+HEADS = {
+    "bert": (("bert.",), (*OF_BERT, "linear.weight")),
+    "ernie": (("ernie.",), OF_BERT),
+    "data2vec-text": (("data2vec_text.",), OF_ROBERTA),
+    "mpnet": (("mpnet.",), OF_ROBERTA),
+    "jina_embeddings_v3": (("roberta.",), OF_ROBERTA),
+    "modernbert": (("model.",), ("head.dense.weight", "decoder.bias", "classifier.bias")),
+    "nomic_bert": (("nomic_bert.",), OF_BERT),
+    "gte": (("new.", "gte."), ("lm_head.decoder.bias", "classifier.weight")),
+    "electra": (("electra.",), ("generator_predictions.dense.bias", "generator_lm_head.bias", "qa_outputs.bias",
+                                "discriminator_predictions.dense.bias", "sequence_summary.summary.bias")),
+    "albert": (("albert.",), ("predictions.bias", "sop_classifier.classifier.bias", "classifier.bias", OF_BERT[-1])),
+    "deberta-v2": (("deberta.",), (*OF_BERT, "lm_predictions.lm_head.bias", "mask_predictions.dense.bias",
+                                   "pooler.dense.bias")),
+}  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", HEADS)
+def test_encoder_ignores_heads_and_buffers(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "Model")
+    plain, file = BertModel.from_pretrained(tmp_path), tmp_path / "model.safetensors"
+    tensors, (prefixes, head) = safetensors.numpy.load_file(file), HEADS[case]
+    for prefix in prefixes:
+        more = dict.fromkeys(head, np.ones((3, 5), np.int8))  # neither the shape nor the dtype matters
+        more |= {f"{prefix}embeddings.{name}_ids": np.ones((1, 9), np.int8) for name in ("position", "token_type")}
+        safetensors.numpy.save_file({prefix + name: x for name, x in tensors.items()} | more, file)
+        chex.assert_trees_all_equal(nnx.state(plain), nnx.state(BertModel.from_pretrained(tmp_path)))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", ["bert", "roberta", "mpnet", "nomic_bert", "gte", "electra", "albert", "deberta-v2"])
+def test_encoder_of_a_masked_language_model_has_no_pooler(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "ForMaskedLM")
+    assert BertModel.from_pretrained(tmp_path).pooler is None
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", ["bert", "roberta", "distilbert", "modernbert"])
+def test_last_layer_of_another_number_of_labels_is_new(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "ForSequenceClassification")
+    model = BertForSequenceClassification.from_pretrained(tmp_path, num_labels=5, rngs=nnx.Rngs(0))
+    assert model.num_labels == 5
+
+
+TIED = {
+    "gte": {"lm_head.decoder.weight": "new.embeddings.word_embeddings.weight"},
+    "electra": {"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},
+    "modernbert": {"decoder.weight": "model.embeddings.tok_embeddings.weight"},
+    "albert": {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
+               "predictions.decoder.bias": "predictions.bias"},
+    "mpnet": {"lm_head.decoder.weight": "mpnet.embeddings.word_embeddings.weight",
+              "lm_head.decoder.bias": "lm_head.bias"},
+}  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", TIED)
+def test_tied_tensors_may_appear_twice_or_under_either_name(tmp_path, case):
+    encoders.write(tmp_path, STORED, case, "ForMaskedLM")
+    plain, file = BertForMaskedLM.from_pretrained(tmp_path), tmp_path / "model.safetensors"
+    plain.save_pretrained(tmp_path)  # each tensor once
+    tensors = safetensors.numpy.load_file(file)
+    for copy, original in TIED[case].items():
+        moved = {copy if name == original else name: x for name, x in tensors.items()}
+        for stored in (tensors | {copy: tensors[original]}, moved):
+            safetensors.numpy.save_file(stored, file)
+            chex.assert_trees_all_equal(nnx.state(plain), nnx.state(BertForMaskedLM.from_pretrained(tmp_path)))
+        safetensors.numpy.save_file(tensors | {copy: tensors[original] + 1}, file)
+        with pytest.raises(CheckpointError, match=re.escape(f"{copy!r}: differs from {original!r}")):
+            BertForMaskedLM.from_pretrained(tmp_path)
 
 
 def test_page_lists_exactly_the_supported_types():

@@ -500,6 +500,16 @@ def test_gradient_stops_where_the_function_stops_it(stopped):
     assert_same(jax.grad(fuse(fn))(*args), jax.grad(fn)(*args))
 
 
+def test_gradient_stops_after_the_probabilities():
+    def fn(q, k, v):
+        return jnp.sum(jnp.sin(jax.lax.stop_gradient(jax.nn.softmax(q @ k.T)) @ v))
+
+    args = [normal(i, 12, 8) for i in range(3)]
+    assert ATT not in fuse(fn).report(*args).counts
+    for found, expected in zip(*(jax.grad(f, (0, 1, 2))(*args) for f in (fuse(fn), fn)), strict=True):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize(("given", "wanted"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float16)])
 def test_norm_may_return_another_dtype(given, wanted):
     def fn(x):
@@ -510,6 +520,34 @@ def test_norm_may_return_another_dtype(given, wanted):
     x = normal(0, 4, 16).astype(given)
     assert fuse(fn).report(x).counts == {LN: 1}
     assert fuse(fn)(x).dtype == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["jnp.mean and jnp.var", "a power of -0.5", "RMSNorm by hand", "jax.nn.softmax", "jax.nn.log_softmax"]
+)
+def test_wide_result_of_a_narrow_array_is_not_rounded(name):
+    """The op reads x in bfloat16 and writes float32: its result is as exact as the function's."""
+    fn, (x, *vectors) = CASES[name].make(jnp.float32)
+
+    def wide(x):
+        return fn(x.astype(jnp.float32), *vectors)
+
+    narrow = x.astype(jnp.bfloat16)
+    assert fuse(wide).report(narrow).counts == CASES[name].wanted
+    np.testing.assert_allclose(fuse(wide)(narrow), wide(narrow), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [jax.nn.softmax, jax.nn.log_softmax])
+@pytest.mark.parametrize("cast", [jnp.float32, jnp.bfloat16])
+def test_softmax_takes_numbers_that_its_result_cannot_hold(op, cast):
+    """Logits in bfloat16 can be beyond the range of a result in float16."""
+
+    def fn(x):
+        return op(x.astype(cast)).astype(jnp.float16)
+
+    x = (normal(0, 4, 16) * 1e5).astype(jnp.bfloat16)
+    assert sum(fuse(fn).report(x).counts.values()) == 1
+    np.testing.assert_allclose(fuse(fn)(x), fn(x), rtol=1e-2)
 
 
 # --- Masked rows -------------------------------------------------------------------------------------------------
@@ -623,7 +661,8 @@ def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
 
 
 @pytest.mark.parametrize(("low", "masked_rows", "replaced"), [
-    (-1e5, "exact", False), (-1e5, "mask", True), (-1e9, "exact", True),
+    (-9e3, "mask", False), (-65504.0, "exact", True), (-1e5, "exact", False), (-1e5, "mask", True),
+    (-1e9, "exact", True),
 ])  # fmt: skip
 def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, replaced):
     def fn(q, k, v, mask):
@@ -633,7 +672,7 @@ def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, re
     args = [normal(i, 2, 12, 4, 8) for i in range(3)]
     report = fuse(fn, masked_rows=masked_rows).report(*args, PAD)
     assert (report.counts.get(ATT) == 1) == replaced
-    assert replaced or any("masked logits are -100000;" in record.reason for record in report)
+    assert replaced or any(f"masked logits are {low:.6g}" in record.reason for record in report)
 
 
 def test_gradient_of_a_traced_scale_is_as_exact():

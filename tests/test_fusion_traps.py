@@ -8,7 +8,31 @@ import numpy as np
 import pytest
 
 import jaxft
-from fusion_cases import ATT, BA, BRLN, DRLN, FF, LN, LOSS, LSM, PAD, QKV, RMS, SM, B, D, F, H, N, T, V, keys, normal
+from fusion_cases import (
+    ATT,
+    BA,
+    BRLN,
+    DENSE,
+    DRLN,
+    EMPTY,
+    FF,
+    LN,
+    LOSS,
+    LSM,
+    PAD,
+    QKV,
+    RMS,
+    SM,
+    B,
+    D,
+    F,
+    H,
+    N,
+    T,
+    V,
+    keys,
+    normal,
+)  # fmt: skip
 from test_fusion import standard_promotion  # noqa: F401
 
 
@@ -65,11 +89,43 @@ TRAPS = {
     "a GELU of a rounded number": (lambda x: 0.5 * x * (1 + jax.lax.erf(0.7071 * x)), [ROWS], BA),
     "a quantised part of a GELU": (
         lambda x: 0.5 * x * (1 + jax.lax.erf(narrow(x / math.sqrt(2)))), [ROWS], BA),
+    "squares of twice x minus the mean": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((2 * x - mean(x)) ** 2) + 1e-5), [ROWS], LN),
     "squares of twice the mean minus x": (
         lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((2 * mean(x) - x) ** 2) + 1e-5), [ROWS], LN),
+    "squares of a shifted centre": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((x - mean(x) + 0.5) ** 2) + 1e-5), [ROWS], LN),
+    "a shifted centre": (lambda x: (x - mean(x) + 0.5) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
+    "twice the squares": (lambda x: x * jax.lax.rsqrt(mean(2 * (x * x)) + 1e-5), [ROWS], RMS),
+    "the square of the mean is added": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) + mean(x) ** 2 + 1e-5), [ROWS], LN),
+    "the square of another mean": (
+        lambda x, y: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) - mean(0.1 * y) ** 2 + 1e-5), [ROWS, ROWS], LN),
+    "the variance of other rows": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(swapped(var(x)) + 1e-5), [ROWS], LN),
+    "the root of other rows": (
+        lambda x: (x - mean(x)) * swapped(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS], LN),
+    "a variance of the columns": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(((x - mean(x)) ** 2).mean(-2, keepdims=True) + 1e-5), [SQUARE], LN),
+    "a variance of many columns without bias": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(x.var(-1, ddof=1, keepdims=True) + 1e-5), [(3, 1000)], LN),
+    "the root of another array": (lambda x, y: y * jax.lax.rsqrt(mean(x * x) + 1e-5), [ROWS, ROWS], RMS),
+    "a product with itself": (lambda x: x * x * jax.lax.rsqrt(mean(x * x) + 1e-5), [ROWS], RMS),
+    "parts of twice the array": (
+        lambda x: (lambda r: 2 * x * r - mean(x) * r)(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS], LN),
+    "parts of another mean": (
+        lambda x, y: (lambda r: x * r - mean(y) * r)(jax.lax.rsqrt(var(x) + 1e-5)), [ROWS, ROWS], LN),
     "two scales": (
         lambda x, g, h: (lambda r: x * r * g - mean(x) * r * h)(jax.lax.rsqrt(var(x) + 1e-5)),
         [ROWS, VECTOR, VECTOR], LN),
+    "a matmul that is used twice, before a residual": (
+        lambda x, w, r: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(x @ w + r) + jnp.sum(x @ w),
+        [ROWS, SQUARE, ROWS], DRLN),
+    "a matmul that is used twice, before an activation": (
+        lambda x, w, b: jax.nn.gelu(x @ w + b) + jnp.sum(x @ w), [ROWS, SQUARE, VECTOR], DENSE),
+    "a matmul that is used twice, before a loss": (
+        lambda x, w, b: jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(x @ w + b), jnp.arange(4)[:, None], -1))
+        + jnp.sum(x @ w), [(4, D), TABLE, (V,)], LOSS),
     "a matmul of other rows": (lambda x, w: swapped(x) @ w, [ROWS, TABLE], "dot_general"),
     "a matmul of two dtypes": (
         lambda x, w: jax.nn.gelu(jax.lax.dot_general(
@@ -113,6 +169,95 @@ def attention(weights, mask=PAD):
     return lambda: (with_weights(weights), [*(normal(i, *shape) for i, shape in enumerate(QKV)), mask])
 
 
+def softmax_of(exponentials):
+    return lambda x: (lambda e: e / total(e))(exponentials(x))
+
+
+OTHER = jnp.arange(T)[:, None] % 5 > jnp.arange(T) % 4
+A_ROW_IS_EMPTY = jnp.tri(D, k=-1, dtype=bool)
+VALUES = {
+    "numbers beyond the range of a cast": lambda: (
+        lambda x: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(x.astype(jnp.float16).astype(jnp.float32)),
+        [(normal(0, T, D) * 4e4).astype(jnp.bfloat16)]),
+    "a squared exponential": one_of(lambda x: jnp.exp(x) ** 2 / total(jnp.exp(x))),
+    "a product of exponentials": one_of(lambda x: jnp.exp(x) * jnp.exp(x) / total(jnp.exp(x))),
+    "exponentials of a difference": one_of(lambda x, b: softmax_of(jnp.exp)(x - b), (B, T, D), (D,)),
+    "exponentials times their sum": one_of(lambda x: jnp.exp(x) / total(jnp.exp(x)) ** -1),
+    "twice the probabilities": one_of(lambda x: jnp.exp(x) * (2 / total(jnp.exp(x)))),
+    "a softmax of a transposed array": one_of(lambda x: jax.nn.softmax(x.T), SQUARE),
+    "a log-softmax over axis 1": one_of(lambda x: x - jax.nn.logsumexp(x, axis=1, keepdims=True)),
+    "the sum of a row and its logarithm": one_of(lambda x: x + jnp.log(total(jnp.exp(x)))),
+    "twice the logarithm": one_of(lambda x: x - 2 * jnp.log(total(jnp.exp(x)))),
+    "a constant mask of -inf with an empty row": one_of(
+        lambda x: jax.nn.softmax(jnp.where(A_ROW_IS_EMPTY, x, -jnp.inf)), SQUARE),
+    "an inverted constant mask of -inf with an empty row": one_of(
+        lambda x: jax.nn.softmax(jnp.where(~A_ROW_IS_EMPTY.T, x, -jnp.inf) + jnp.where(A_ROW_IS_EMPTY, 0, 1)), SQUARE),
+    "a constant mask of -inf that is inverted": one_of(
+        lambda x: jax.nn.softmax(jnp.where(~A_ROW_IS_EMPTY, -jnp.inf, x)), SQUARE),
+    "two masks of -inf": one_of(lambda x, y: jax.nn.softmax(jnp.where(
+        A_ROW_IS_EMPTY, jnp.where(y > 0, x, -jnp.inf), -jnp.inf)), SQUARE, SQUARE),
+    "the logarithm of a mask": one_of(
+        lambda x, y: jax.nn.softmax(x + jnp.log((y > 1.5).astype(x.dtype))), (B, T, D), (B, T, D)),
+    "a bias before a temperature": attention(
+        lambda s, m: jax.nn.softmax((s + jnp.arange(1.0, T + 1)) * jnp.arange(1.0, N + 1)[:, None, None])),
+    "a factor of each key": attention(lambda s, m: jax.nn.softmax(s * jnp.arange(1.0, T + 1))),
+    "a number divided by the logits": attention(lambda s, m: jax.nn.softmax(jnp.arange(T)[:, None] * 1e-3 / s)),
+    "masked logits times a temperature": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9) * (1e-9 * jnp.arange(1.0, N + 1))[:, None, None])),
+    "halves of the probabilities of some heads": attention(
+        lambda s, m: jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(s), jnp.full(N, 0.5))),
+    "another mask after the softmax": attention(
+        lambda s, m: jnp.where(OTHER, jax.nn.softmax(jnp.where(m, s, -1e9)), 0)),
+    "a mask of transposed probabilities": attention(lambda s, m: jnp.where(
+        OTHER, jax.nn.softmax(jnp.where(OTHER, s, -1e9)).swapaxes(2, 3), 0).swapaxes(2, 3)),
+    "another mask of the probabilities": attention(lambda s, m: jnp.where(
+        OTHER, softmax_of(lambda s: jnp.where(m, jnp.exp(s), 0))(s), 0)),
+    "two masks": attention(lambda s, m: jax.nn.softmax(jnp.where(OTHER, jnp.where(m, s, -1e9), -1e9))),
+    "a softmax with a mask of masked logits": attention(lambda s, m: jax.nn.softmax(
+        jnp.where(m, s, -1e9), where=(jnp.arange(T)[:, None] > 0) | (jnp.arange(T) >= T - 2))),
+    "two masks of different values": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, k=-1, dtype=bool), jnp.where(m, s, -1e9), -2e9))),
+    "a wide causal mask": attention(lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, k=1, dtype=bool), s, -1e9))),
+    "two biases": attention(lambda s, m: jax.nn.softmax(s + jnp.arange(T) - 0.5 * jnp.arange(T)[:, None] * OTHER)),
+    "a mask times a number": attention(lambda s, m: jax.nn.softmax(s + 3 * jnp.where(m, 0, -1e30)), EMPTY),
+    "weights of a mask": attention(lambda s, m: jax.nn.softmax(s + jnp.log(jnp.where(m, 1.0, 0.25)))),
+    "grouped heads whose keys are all masked": lambda: (
+        lambda q, k, v, m: jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], mask=keys(m)),
+        [*(normal(i, *shape) for i, shape in enumerate(QKV)), EMPTY]),
+    "probabilities that go to two matmuls": one_of(
+        lambda q, k, v: (lambda p: (p @ v, p @ (v + 1)))(jax.nn.softmax(q @ k.T)), *[(T, H)] * 3),
+    "values of another size": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (T, H), (T, H), (T, 2 * H)),
+    "transposed probabilities": one_of(lambda q, k, v: jax.nn.softmax(q @ k.T).T @ v, *[(T, H)] * 3),
+    "heads of two axes": one_of(
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhde,bkhde->bhqk", q, k)), v),
+        (B, T, N, 2, 4), (B, T, N, 2, 4), (B, T, N, 2)),
+    "heads of another order": one_of(
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v[:, :, ::-1]), *QKV),
+    "lookups beyond a table": lambda: (
+        lambda ids, words, places: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
+            jnp.take(words, ids, axis=0, mode="clip") + places),
+        [jnp.array([[0, 3, V - 1, V + 5], [-2, 1, 2, 3]]), normal(0, V, D), normal(1, 4, D)]),
+    "a loss of labels that do not exist": lambda: (
+        lambda x, w, labels: -jnp.sum(jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(labels, V), -1)),
+        [normal(0, 16, D), normal(1, D, V), jnp.arange(16) * 7 - 9]),
+    "a loss with a mask that is inverted": one_of(
+        lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
+    "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),
+    "a permuted transpose": one_of(lambda x: x.transpose(1, 2, 0).transpose(0, 2, 1), (B, T, D)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_results_are_those_of_the_function(name):
+    """Whatever is found."""
+    fn, args = VALUES[name]()
+    found, expected = jax.jit(jaxft.fuse(fn, force=True))(*args), jax.jit(fn)(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
 NEAR = {
     "softmax plus one": (one_of(lambda x: ratio(x, lambda e: 1 + total(e))), "not divided by their sum alone"),
     "a sum plus epsilon": (one_of(lambda x: ratio(x, lambda e: total(e) + 1e-9)), "not divided by their sum alone"),
@@ -132,6 +277,9 @@ NEAR = {
     "a gate without gradient": (
         one_of(lambda x: x * jax.lax.stop_gradient(jax.nn.sigmoid(x))), "stop_gradient inside of silu"),
     "relu by where": (one_of(lambda x, b: jnp.where(x + b > 0, x + b, 0), (B, T, D), (D,)), "only jax.nn.relu is relu"),
+    "a centred array that is returned": (
+        one_of(lambda x: ((x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), x - mean(x))),
+        "an intermediate result of the normalisation is also used elsewhere"),
     "mish": (one_of(lambda x: x * jnp.tanh(jax.nn.softplus(x))), "no kernel for"),
     "elu": (one_of(jax.nn.elu), "no kernel for elu"),
     "a softmax over two axes": (one_of(lambda x: jax.nn.softmax(x, (1, 2))), "a softmax over 2 axes"),
@@ -233,6 +381,19 @@ SPELLINGS = {
         attention(lambda s, m: jax.nn.softmax(s / jnp.arange(1.0, T + 1)[:, None])), {ATT: 1}),
     "logits that are multiplied by a number of each head": (
         attention(lambda s, m: jax.nn.softmax(jnp.arange(1.0, N + 1)[:, None, None] * s)), {ATT: 1}),
+    "a LayerNorm of a LayerNorm": (one_of(
+        lambda x, g, b: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
+            (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) * g + b), (B, T, D), (D,), (D,)), {LN: 2}),
+    "a feed-forward with a transposed kernel": (one_of(
+        lambda x, w, out: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(x + jax.nn.gelu(x @ w) @ out.T),
+        (B, T, D), (D, F), (D, F)), {DENSE: 1, DRLN: 1}),
+    "two shifts": (one_of(
+        lambda x, a, b: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) + a + b, (B, T, D), (D,), (D,)), {LN: 1}),
+    "two scales in turn": (one_of(
+        lambda x, a, b: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) * a * b, (B, T, D), (D,), (D,)), {LN: 1}),
+    "twice a normalisation": (one_of(lambda x: 2 * ((x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5))), {LN: 1}),
+    "an RMSNorm with a shift": (one_of(
+        lambda x, g, b: x * jax.lax.rsqrt(mean(x * x) + 1e-5) * g + b, (B, T, D), (D,), (D,)), {RMS: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 
@@ -246,6 +407,38 @@ def test_spelling_is_found_and_agrees(name):
     found, expected = jax.jit(fused)(*args), jax.jit(fn)(*args)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(y).max()), rtol=0)
+
+
+PRECISE = {
+    "dense": (lambda dot, x, w: jax.nn.gelu(dot(x, w)), [ROWS, SQUARE]),
+    "dense and residual": (lambda dot, x, w, r: norm_of(dot(x, w) + r), [ROWS, SQUARE, ROWS]),
+    "feed-forward": (lambda dot, x, w, o: norm_of(x + dot(jax.nn.gelu(dot(x, w)), o)), [ROWS, (D, F), (F, D)]),
+    "loss": (lambda dot, x, w: jnp.sum(-jnp.take_along_axis(
+        jax.nn.log_softmax(dot(x, w)), jnp.arange(4)[:, None], -1)), [(4, D), TABLE]),
+    "attention with one precise matmul": (
+        lambda dot, q, k, v: dot(jax.nn.softmax(jnp.dot(q, k.T, precision="default")), v), [(T, H)] * 3),
+    "attention": (lambda dot, q, k, v: dot(jax.nn.softmax(dot(q, k.T)), v), [(T, H)] * 3),
+}  # fmt: skip
+
+
+def norm_of(y):
+    return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5)
+
+
+@pytest.mark.parametrize("name", PRECISE)
+def test_ops_keep_the_precision_of_matmuls(name):
+    fn, shapes = PRECISE[name]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+
+    def precise(*args):
+        return fn(lambda a, b: jnp.dot(a, b, precision="highest"), *args)
+
+    fused = jaxft.fuse(precise, force=True, implementation="xla")
+    with jax.default_matmul_precision("default"):
+        assert len(fused.report(*args).counts) == 1
+        text = str(jax.make_jaxpr(fused)(*args))
+    highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") + text.count("precision=Precision.HIGHEST")
+    assert text.count("dot_general[") == highest > 0
 
 
 def test_bias_before_a_residual_is_taken_in():
@@ -282,16 +475,18 @@ def test_operands_of_other_types_are_cast(name):
         np.testing.assert_allclose(fused(*args), fn(*args), atol=1e-5)
 
 
-def test_attention_is_computed_in_the_widest_dtype():
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_attention_is_computed_in_the_widest_dtype(promotion):
     def fn(q, k, v):
         probabilities = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
         return jnp.einsum("bhqk,bkhd->bqhd", probabilities.astype(v.dtype), v)
 
     q, k, v = (normal(i, B, T, N, H) for i in range(3))
     v = v.astype(jnp.bfloat16)
-    fused = jaxft.fuse(fn, force=True)
-    assert fused.report(q, k, v).counts == {ATT: 1}
-    found, original = (jnp.abs(f(q, k, v) - fn(q, k, v.astype(jnp.float32))).max() for f in (fused, fn))
+    fused, exact = jaxft.fuse(fn, force=True), fn(q, k, v.astype(jnp.float32))
+    with jax.numpy_dtype_promotion(promotion):
+        assert fused.report(q, k, v).counts == {ATT: 1}
+        found, original = (jnp.abs(f(q, k, v).astype(jnp.float32) - exact).max() for f in (fused, fn))
     assert found <= original
 
 

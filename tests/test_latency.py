@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ class SentenceTransformer:
     def __init__(self, folder, model_kwargs):
         assert os.path.isdir(folder) and model_kwargs == {"dtype": "of torch", "attn_implementation": "sdpa"}
     def encode(self, query, show_progress_bar):
+        assert show_progress_bar is False
         if os.environ.get("FAIL"):
             raise MemoryError("out of memory")
         print("a line of the library")
@@ -41,7 +43,7 @@ def peer(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-def test_percentiles_are_those_of_all_calls():
+def test_times_are_those_of_all_calls():
     calls = [0]
 
     def encode(query):
@@ -50,8 +52,13 @@ def test_percentiles_are_those_of_all_calls():
 
     found = latency.measure({"of one": encode}, 1, 20)["of one"]
     assert calls[0] == 20
-    assert 1 <= found.p50_ms <= found.p95_ms < 50 <= found.p99_ms
-    assert 1 < found.per_second < 20 / 0.069
+    assert 1 <= found.p50_ms <= found.p95_ms and 50 <= found.p99_ms
+    assert found.per_second < 20 / 0.069
+
+
+def test_percentile_is_the_smallest_time_that_enough_calls_do_not_exceed():
+    assert latency._latency([n / 1e3 for n in range(100, 0, -1)], 4.0) == (50.0, 95.0, 99.0, 25.0)
+    assert latency._latency([0.003, 0.001, 0.002], 1.0) == (2.0, 3.0, 3.0, 3.0)
 
 
 def test_callers_call_at_the_same_time():
@@ -74,7 +81,7 @@ def test_encoders_take_turns():
     assert [*found] == ["a", "b"]
 
 
-@pytest.mark.parametrize(("callers", "calls"), [(1, 8), (3, 8), (1, 11)])
+@pytest.mark.parametrize(("callers", "calls"), [(1, 8), (3, 8), (1, 11), (8, 1)])
 def test_few_calls_time_all_kinds_of_queries(callers, calls):
     seen = []
     latency.measure({"of one": seen.append}, callers, calls)
@@ -107,6 +114,7 @@ def test_table_and_json(model, peer, tmp_path, capsys):
     variants = [(count, name) for count in (1, 2) for name in ("jaxft", "xla")]
     variants += [(count, "sentence-transformers") for count in (1, 2)]
     assert [(int(line.split()[0]), line.split()[1]) for line in lines] == variants
+    assert all(re.fullmatch(r"\d+\.\d\d", cell) for line in lines for cell in line.split()[2:])
     results = json.loads(out.read_text())["results"]
     assert [(r["callers"], r["variant"]) for r in results] == variants
     assert all(0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"] and r["per_second"] > 0 for r in results)
@@ -141,16 +149,41 @@ def test_times_are_printed_as_soon_as_they_are_measured(model, monkeypatch, caps
     assert printed == [0, 5]  # the head, and two variants
 
 
+def test_peer_encodes_all_queries_before_it_is_timed(peer, tmp_path, capsys):
+    latency._main(str(tmp_path), "bfloat16", "2", "1", "3")
+    *lines, found = capsys.readouterr().out.splitlines()
+    assert lines == ["a line of the library"] * (len(latency.QUERIES) + 2 + 3 * 2)
+    assert [len(times) for times in json.loads(found)] == [4, 4]
+
+
+def test_variants_are_loaded_as_told(model, monkeypatch):
+    seen, load = [], SentenceEncoder.from_pretrained
+
+    def watched(folder, **options):
+        seen.append(options)
+        return load(folder, dtype="float32")
+
+    monkeypatch.setattr(SentenceEncoder, "from_pretrained", watched)
+    next(latency.compare(Path(model), "bfloat16", [1], 1, "fp8"))
+    assert seen == [{"dtype": "bfloat16", "quantization": "fp8"},
+                    {"dtype": "bfloat16", "implementation": "xla", "packed": False}]  # fmt: skip
+
+
 def test_other_embeddings_are_not_timed(model, monkeypatch, capsys):
     encode = SentenceEncoder.encode
 
     def wrong(self, inputs, **options):
+        """Changes one embedding such that its cosine with the right one is 0.97."""
         found = encode(self, inputs, **options)
-        return found if self.model.embeddings.options.implementation == "xla" else np.roll(found, 1, axis=-1)
+        if self.model.embeddings.options.implementation == "xla" or inputs != latency.QUERIES[3]:
+            return found
+        length = np.linalg.norm(found)
+        other = np.roll(found, 1) - found * (np.roll(found, 1) @ found) / length**2
+        return 0.97 * found + (1 - 0.97**2) ** 0.5 * other * length / np.linalg.norm(other)
 
     monkeypatch.setattr(SentenceEncoder, "encode", wrong)
     message = fails(capsys, "--model", model, "--latency", "--calls", "1")
-    assert message.startswith("jaxft's embeddings have a cosine of") and "nothing was timed" in message
+    assert message.startswith("jaxft's embeddings have a cosine of 0.9700 with") and "nothing was timed" in message
 
 
 @pytest.mark.parametrize(("options", "message"), [

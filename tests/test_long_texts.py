@@ -440,6 +440,27 @@ def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
     assert sizes.bound(text) >= found and sizes.size(text, rough=0) >= found
 
 
+@pytest.mark.parametrize(
+    ("pattern", "content", "levels", "text", "size"),
+    [
+        ("x*", "y", [False], "11", 5 + 1),
+        ("x*", "yé", [True], "1", 8 + 3),
+        ("^", "😀", [False], "   ", 7 + 1),
+        ("x*", "😀😀😀", [False, False], "1", 49 + 27),
+        ("x*", "😀😀😀", [False, False, False], "1", 97 + 111),
+        ("(?=1)", "abcd", [True, True, False], "11", 11 + 52),
+    ],
+)
+def test_byte_level_repeats_what_was_inserted_before_a_text(pattern, content, levels, text, size):
+    """A text whose first character was inserted has more tokens than its normalized form has bytes."""
+    tokenizer = byte_level(normalizer=normalizers.Replace(Regex(pattern), content))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=space) for space in levels]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    sizes = growth.Growth(tokenizer)
+    assert letters(tokenizer, text) == size
+    assert sizes.bound(text) >= size and sizes.size(text, rough=0) >= size
+
+
 def test_added_tokens_that_count_after_normalization_grow():
     tokenizer = with_added(unigram(normalizers.Replace("a", "bc" * 20)), AddedToken("ab", normalized=True))
     assert growth.Growth(tokenizer).size("ab" * 9, rough=0) == 9 * 41 + 1  # "▁" before the text

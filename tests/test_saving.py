@@ -287,6 +287,20 @@ def test_tokenizer_without_settings_names_the_padding_token(tmp_path):
     assert (named["mask_token"], named["cls_token"], named["pad_token"]) == ("[MASK]", "[CLS]", "[PAD]")
 
 
+def test_padding_token_is_the_one_that_the_folder_names(tmp_path):
+    tiny.write_sentence_model(tmp_path / "a")
+    tiny.write_json(tmp_path / "a" / "tokenizer_config.json", {"pad_token": "[UNK]"})
+    SentenceEncoder.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert read(tmp_path / "b", "tokenizer_config.json")["pad_token"] == "[UNK]"
+
+
+def test_padding_without_a_token_is_not_named(tmp_path):
+    tokenizer = tiny.bert_tokenizer()
+    config = tiny.config(vocab_size=tokenizer.get_vocab_size() + 1, pad_token_id=tokenizer.get_vocab_size())
+    SentenceEncoder(BertModel(config, rngs=nnx.Rngs(0)), tokenizer, max_seq_length=16).save_pretrained(tmp_path)
+    assert "pad_token" not in read(tmp_path, "tokenizer_config.json")
+
+
 # --- Earlier saves -----------------------------------------------------------------------------------------------
 
 
@@ -294,7 +308,8 @@ def test_save_over_another_model_leaves_nothing_of_it(tmp_path):
     embedder().save_pretrained(tmp_path / "a")
     stale = {
         "added_tokens.json": {"rain": 7}, "special_tokens_map.json": {"additional_special_tokens": ["the"]},
-        "adapter_config.json": {"peft_type": "LORA"}, "2_Dense/pytorch_model.bin": {},
+        "adapter_config.json": {"peft_type": "LORA"}, "2_Dense/pytorch_model.bin": {}, "processor_config.json": {},
+        "preprocessor_config.json": {}, "model_float8.safetensors": {},
     }  # fmt: skip
     own = {"notes.txt": {}, "onnx/config.json": {}, "3_LayerNorm/notes.txt": {}, "checkpoints/1/config.json": {}}
     for name, value in (stale | own).items():
@@ -385,12 +400,13 @@ def test_card_keeps_licence_and_base_model(tmp_path):
     tiny.write_sentence_model(tmp_path / "a")
     (tmp_path / "a" / "README.md").write_text(
         "---\nlicense: other\nlicense_name: some-licence\nlicense_link: LICENSE\nbase_model:\n- owner/first\n"
-        "- owner/second\nlanguage: [en, de]\ntags:\n- mteb\nmodel-index:\n- name: x\n  results: []\npipeline_tag: x\n"
+        "- owner/second\nbase_model_relation: finetune\nlanguage: [en, de]\n"
+        "tags:\n- mteb\nmodel-index:\n- name: x\n  results: []\npipeline_tag: x\n"
         "---\n\n# The old text\n"
     )
     kept = {
         "license": "other", "license_name": "some-licence", "license_link": "LICENSE",
-        "base_model": ["owner/first", "owner/second"], "language": ["en", "de"],
+        "base_model": ["owner/first", "owner/second"], "base_model_relation": "finetune", "language": ["en", "de"],
     }  # fmt: skip
     for source, target in ("ab", "bc"):
         SentenceEncoder.from_pretrained(tmp_path / source).save_pretrained(tmp_path / target)
@@ -443,6 +459,28 @@ def test_usage_of_the_card_runs(tmp_path, kind, task, capsys):
     assert f"from sentence_transformers import {family}\n" in theirs
     exec(ours.replace("path/to/this/folder", str(tmp_path)))
     assert "0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("make", "lines"), [
+    (embedder, ["This model maps texts to vectors of 5 numbers.", "- Similarity: dot", "- Prompt 'query': 'rain '"]),
+    (lambda: embedder(truncate_dim=None), ["This model maps texts to vectors of 6 numbers."]),
+    (scorer, ["This model scores pairs of texts. A pair gets 1 score."]),
+    (lambda: scorer(3), ["This model scores pairs of texts. A pair gets 3 scores."]),
+])  # fmt: skip
+def test_card_says_what_the_model_does(tmp_path, make, lines):
+    make().save_pretrained(tmp_path)
+    text = card_of(tmp_path).text
+    assert all(line in text for line in lines)
+    assert "- Prompt 'document'" not in text  # an empty one
+
+
+def test_huge_card_is_not_read(tmp_path, caplog):
+    tiny.write_sentence_model(tmp_path)
+    (tmp_path / "README.md").touch()
+    os.truncate(tmp_path / "README.md", 100_000_001)
+    with caplog.at_level(logging.WARNING, "jaxft"):
+        SentenceEncoder.from_pretrained(tmp_path)
+    assert "the model card is not kept" in caplog.text
 
 
 def test_empty_folder_name_is_refused():

@@ -136,11 +136,18 @@ def test_arguments_of_sentence_transformers_are_named(name, encoder):
         encoder.encode(TEXTS, **{name: True})
 
 
-def test_saved_folder_gives_the_same(encoder, tmp_path):
+@pytest.mark.parametrize("name", ["splade", "splade, sum"])
+def test_saved_folder_gives_the_same(name, tmp_path):
+    encoder = SparseEncoder.from_pretrained(peer_models.write(tmp_path / "model", name))
     encoder.save_pretrained(tmp_path)
     again = SparseEncoder.from_pretrained(tmp_path)
     np.testing.assert_array_equal(again.encode(TEXTS).toarray(), encoder.encode(TEXTS).toarray())
-    assert again.prompts == encoder.prompts and "SparseEncoder" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert again.prompts == encoder.prompts and "SparseEncoder" in card
+    assert f"maps texts to weights of {encoder.embedding_dimension} tokens" in card
+    kinds = [entry["type"] for entry in json.loads((tmp_path / "modules.json").read_text())]
+    package = "sentence_transformers.sparse_encoder.models"
+    assert kinds == [f"{package}.MLMTransformer", f"{package}.SpladePooling"]
 
 
 REFUSED = {

@@ -487,7 +487,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "electra": Layout(
         names=_ELECTRA | _HEADS["electra"],
         prefix="electra.",
-        heads=("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", *_CLASSIFIERS),
+        heads=(
+            "generator_predictions.",
+            "generator_lm_head.",
+            "discriminator_predictions.",
+            "sequence_summary.",
+            *_CLASSIFIERS,
+        ),  # fmt: skip
         tied=_TIED["electra"],
         architecture="ElectraModel",
         facts={"classifier_activation": "gelu"},
@@ -531,7 +537,7 @@ def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
     number = re.match(r"layers\.(\d+)\.", parameter)
     if number is None:
         return layout.names[parameter]
-    template = parameter.replace(number[0], "layers.{i}.", 1)
+    template = parameter.replace(number[0], "layers.{i}.")
     return [name.format(i=number[1]) for name in layout.names[template]]
 
 

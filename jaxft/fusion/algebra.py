@@ -4,9 +4,11 @@ A map (`Map`) describes an array as a view of a source. It has one entry for eac
 source, or None if the array is constant along this axis. Axes of size 1 always have None.
 """
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +25,12 @@ def widens(narrow: Any, wide: Any) -> bool:
     """Returns whether a cast from `narrow` to `wide` keeps every value."""
     bits = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
     return narrow == wide or bits.get(str(narrow), 9) < bits.get(str(wide), 0)
+
+
+def widest(*dtypes: Any) -> Any:
+    """Returns the narrowest dtype that keeps every value of these dtypes, under any setting of dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def identity(shape: tuple[int, ...]) -> Map:
@@ -76,8 +84,7 @@ def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
     if name == "broadcast_in_dim":
         axes: list[int | None] = [None] * rank
         for axis, target in enumerate(node.params["broadcast_dimensions"]):
-            if source.shape[axis] == v.shape[target]:
-                axes[target] = axis
+            axes[target] = axis
         return source, tuple(axes)
     if name in ("reshape", "squeeze", "expand_dims"):
         ours = [axis for axis, size in enumerate(v.shape) if size != 1]
@@ -225,4 +232,4 @@ def factors(
         found[v, where] = found.get((v, where), 0) + power
 
     collect(v, where, 1)
-    return coefficient, [(v, where, power) for (v, where), power in found.items() if power]
+    return coefficient, [(v, where, power) for (v, where), power in found.items()]

@@ -1,7 +1,6 @@
 """Attention: softmax(q @ k^T * scale + biases) @ v with masks, in any layout of the arrays."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, source, strip, view, widens
+from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, source, strip, view, widens, widest
 from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
 from jaxft.fusion.rows import Mask, Softmax, mask_after, read_softmax
 from jaxft.fusion.site import (
@@ -481,7 +480,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     out = g.find(pv.out)
     cast = only_cast(g, out)
     narrow = [source(g, x) for x in operands]
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in (q, k, pv.ins[p_side])))
+    dtype = widest(*(x.dtype for x in (q, k, pv.ins[p_side])))
     if len({x.dtype for x in narrow}) == 1 and (cast.dtype == narrow[0].dtype or narrow[0].dtype == dtype):
         operands, dtype, out = narrow, narrow[0].dtype, cast if cast.dtype == narrow[0].dtype else out
     need(str(dtype) in FLOATS, f"the values are {dtype}")

@@ -21,7 +21,7 @@ from jaxft.fusion.algebra import (
     strip,
     terms,
     view,
-    widens,
+    widest,
 )
 from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
 from jaxft.fusion.site import (
@@ -144,7 +144,7 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
             except Refused as error:
                 reason = str(error) or reason
                 continue
-            dtype = y.dtype if widens(x.dtype, y.dtype) else x.dtype
+            dtype = widest(x.dtype, y.dtype)
             norms.append(Norm(y, x, gamma, beta, epsilon, center, kind, dtype))
             inside |= region(g, [y], {x})
     need(norms, reason)
@@ -508,7 +508,7 @@ def _softmax_site(g: Graph, anchor: Node, y: Var, z: Var, op: Any, name: str, op
     check_kept_inside(g, inside, [y], {z}, y.size, f"an intermediate result of the {name}")
     narrow = source(g, z)
     x = narrow if narrow.dtype == y.dtype else z
-    dtype = x.dtype if widens(y.dtype, x.dtype) else y.dtype
+    dtype = widest(x.dtype, y.dtype)
     mask = None if options.masked_rows == "zero" else _rows_of_minus_infinity(g, z)
 
     def call(x: Any, *allowed: Any, **in_place: Any) -> Any:

@@ -211,21 +211,16 @@ class CrossEncoder:
         """Writes a folder that `from_pretrained` and sentence-transformers load, with the same scores.
 
         The folder gets the files of the model and of the tokenizer, prompts, `max_seq_length`, the activation, and a
-        model card, README.md. The card keeps licence, language and base model of the folder that this encoder was
-        loaded from. All files are complete before one of them gets its final name. Modules and tokenizer files of an
-        earlier save are removed; other files in the folder stay.
-
-        Only jaxft loads a folder of a model in float8.
+        model card. `SentenceEncoder.save_pretrained` describes the card, and what becomes of an earlier save.
 
         Args:
-          folder: folder of the files. It is created if it does not exist.
-          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
+          folder: see `SentenceEncoder.save_pretrained`.
+          **others: see `SentenceEncoder.save_pretrained`.
 
         Raises:
-          TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
+          TypeError: see `SentenceEncoder.save_pretrained`.
           NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet, a parameter has NaN or infinite values, or `activation_fn` has
-            no name in PyTorch.
+          ValueError: see `SentenceEncoder.save_pretrained`, or `activation_fn` has no name in PyTorch.
         """
         arguments.refuse("save_pretrained", others)
         self._save(folder, self._settings("save_pretrained"))

@@ -85,11 +85,22 @@ class Growth:
             if size > MOST:
                 return math.inf
             text = normalize(text)
-        return self._spread(len(text), len(text.encode()), text.count(" "), 1 + len(text) * self._later_parts)
+        parts = 1 + len(text) * self._later_parts
+        return self._spread(len(text), len(text.encode()), text.count(" "), parts, inserted=4 * self._inserted)
 
     @functools.cached_property
     def _steps(self) -> list[tuple[dict[str, Any], Any]]:
         return [(step, _normalizer(step).normalize_str) for step in steps_of(_state(self._tokenizer.normalizer))]
+
+    @functools.cached_property
+    def _inserted(self) -> float:
+        """Most characters at an end of a normalized text that regular expressions without a match there insert."""
+        found = 0.0
+        for step, _ in self._steps:
+            found *= max(_factors(step))
+            if "Regex" in step.get("pattern", ()):  # may match at the end, too
+                found += len(step["content"])
+        return found
 
     @functools.cached_property
     def _has_byte_tokens(self) -> bool:
@@ -100,30 +111,34 @@ class Growth:
     def _splitters(self) -> list[dict[str, Any]]:
         return steps_of(_state(self._tokenizer.pre_tokenizer))
 
-    def _spread(self, characters: float, in_bytes: float, spaces: float, parts: float, first: int = 0) -> float:
+    def _spread(
+        self, characters: float, in_bytes: float, spaces: float, parts: float, first: int = 0, inserted: float = 0
+    ) -> float:  # fmt: skip
         """Returns the largest size of normalized text after the pre-tokenizers from `first` on.
 
-        The text has `parts` parts that are pre-tokenized one by one, and `in_bytes` bytes in UTF-8. The result is the
-        largest of some linear functions, so the sum of the results of several texts is at least the result of them all.
+        The text has `parts` parts that are pre-tokenized one by one, and `in_bytes` bytes in UTF-8. At most `inserted`
+        bytes are before its first character that was not inserted. ByteLevel repeats them (tokenizers 0.23). The result
+        is the largest of some linear functions, so the sum of the results of several texts is at least the result of
+        them all.
         """
         for number, step in enumerate(self._splitters[first:], first + 1):
             match step["type"]:
                 case "WhitespaceSplit" if number == 1 or self._splitters[number - 2] != step:
                     # Two parts are separated by at least one space, which is removed.
                     fewer = (characters - parts) / 2
-                    short = self._spread(characters - fewer, in_bytes - fewer, 0, parts + fewer, number)
-                    return max(short, self._spread(characters, in_bytes, 0, parts, number))
+                    short = self._spread(characters - fewer, in_bytes - fewer, 0, parts + fewer, number, inserted)
+                    return max(short, self._spread(characters, in_bytes, 0, parts, number, inserted))
                 case "Metaspace":
                     mark = len(step["replacement"].encode())
                     in_bytes += (mark - 1) * spaces
                     spaces = characters + parts if step["replacement"] == " " else 0
                     if step["prepend_scheme"] != "never":
-                        characters, in_bytes = characters + parts, in_bytes + mark * parts
+                        characters, in_bytes, inserted = characters + parts, in_bytes + mark * parts, 2 * inserted
                 case "ByteLevel":  # makes a character of one or two bytes from each byte
                     if step["add_prefix_space"]:
-                        characters, in_bytes = characters + parts, in_bytes + parts
-                    parts = characters
-                    characters, in_bytes, spaces = in_bytes, 2 * in_bytes, 0
+                        characters, in_bytes, inserted = characters + parts, in_bytes + parts, 2 * inserted
+                    parts, characters = characters, in_bytes + inserted
+                    in_bytes, spaces, inserted = 2 * characters, 0, 4 * inserted
                     continue
             parts = characters  # each character may be a part
         return in_bytes if self._has_byte_tokens else characters
@@ -136,7 +151,7 @@ class Growth:
         - What another character adds for each of its bytes beyond the first.
         - What each text adds.
         """
-        ascii, other, at_ends, is_ascii, unicode = 1.0, 1.0, 0.0, True, 0
+        ascii, other, is_ascii, unicode = 1.0, 1.0, True, 0
         for step, _ in self._steps:
             of_ascii, of_other = _factors(step)
             if step["type"] in _UNICODE:  # together, these lengthen a text as much as the strongest of them
@@ -145,12 +160,9 @@ class Growth:
                 unicode = 0
             ascii *= of_ascii if is_ascii else max(of_ascii, of_other)
             other *= max(of_ascii, of_other)
-            at_ends *= max(of_ascii, of_other)
-            if "Regex" in step.get("pattern", ()):  # may match at the end, too
-                at_ends += len(step["content"])
             is_ascii = is_ascii and _keeps_ascii(step)
         of_ascii, of_other = (self._spread(1, width, 1, 0) for width in (1, 4))
-        of_part = at_ends * of_other + self._spread(0, 0, 0, 1)
+        of_part = self._inserted * of_other + self._spread(0, 0, 0, 1, inserted=4 * self._inserted)
         # A character of n bytes has n - 1 bytes beyond the first. Each of them adds the same if nothing is normalized.
         beyond = other * of_other if self._steps else self._spread(0, 1, 0, 0)
         return ascii * (of_ascii if is_ascii else of_other) + self._parts(of_part) * of_part, beyond, of_part
