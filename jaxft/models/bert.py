@@ -23,7 +23,7 @@ from jaxft.models.config import BertConfig
 from jaxft.models.float8 import FILE, Float8Recipe, as_recipe, read_settings, written_settings
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
 from jaxft.models.positions import alibi_table, bucket_table, disentangled_attention
-from jaxft.ops import checks, float8, matrix_view
+from jaxft.ops import checks, float8
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -31,12 +31,10 @@ from jaxft.ops.dense_rotary import dense_rotary
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import layer_norm
-from jaxft.ops.matrix_view import MatrixView
 from jaxft.ops.rotary import rotary
 
 _log = logging.getLogger("jaxft")
 _NO_TRAINING = "BertModel: a model in float8 cannot be trained; train in 16 or 32 bits, then quantize"
-_KERNELS = "qkv", "out", "ffn_in", "ffn_out"  # of a layer, in the order of their use
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
 
@@ -256,29 +254,11 @@ class BertLayer(nnx.Module):
     def quantize(self, recipe: Float8Recipe, *, has_next: bool) -> None:
         """Rounds the kernels to float8, stored as `[F, K]`. With `has_next`, a layer in float8 comes next."""
         self.recipe, self.has_next = recipe, has_next
-        for name in _KERNELS:
-            kernel, _ = matrix_view.split(getattr(self, f"{name}_kernel").get_value())
+        for name in ("qkv", "out", "ffn_in", "ffn_out"):
+            kernel = getattr(self, f"{name}_kernel").get_value()
             run: Any = functools.partial(jax.eval_shape, recipe.kernel) if _is_shape(kernel) else recipe.kernel
             for suffix, array in zip(("kernel", "scale"), run(kernel), strict=True):
                 setattr(self, f"{name}_{suffix}", nnx.Param(array))
-
-    def join_kernels(self) -> None:
-        """Replaces the four kernels by views of one array. A layer in float8 stays as it is."""
-        if self.recipe is not None:
-            return
-        kernels = [getattr(self, f"{name}_kernel").get_value() for name in _KERNELS]
-        if any(isinstance(x, MatrixView) for x in kernels):
-            raise ValueError("join_kernels: the kernels of the model are joined already")
-        found = {x.dtype for x in kernels} | {self.options.dtype}
-        if len(found) > 1 or not found <= {jnp.dtype("bfloat16"), jnp.dtype("float16")}:
-            raise ValueError(
-                "join_kernels: the dtypes of the model and of its parameters must be both bfloat16 or both float16, "
-                f"got {', '.join(sorted(map(str, found)))}"
-            )
-        if any(len(x.sharding.device_set) > 1 for x in kernels if isinstance(x, Array)):
-            raise ValueError("join_kernels: the kernels of the model must be on one device")
-        for name, view in zip(_KERNELS, matrix_view.join(kernels), strict=True):
-            setattr(self, f"{name}_kernel", nnx.Param(view))
 
     def _scale(self, name: str) -> Array:
         return getattr(self, f"{name}_scale")[...]
@@ -378,12 +358,8 @@ class BertLayer(nnx.Module):
 
     def _qkv(self, x: Array) -> Array:
         if self.recipe is None:
-            kernel: Any = self.qkv_kernel[...].astype(self.options.dtype)
-            bias = value(self.qkv_bias)
-            is_view = isinstance(kernel, MatrixView)
-            if is_view:  # devices do not divide it
-                return dense(x, kernel, bias, implementation=self.options.implementation)
             # In three parts, so that devices can divide the heads.
+            kernel, bias = self.qkv_kernel[...].astype(self.options.dtype), value(self.qkv_bias)
             parts = 3, kernel.shape[1] // 3
             return dense(
                 x, kernel.reshape(-1, *parts), None if bias is None else bias.reshape(parts),

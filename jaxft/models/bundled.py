@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 
 from jaxft.ops.bundle import Rebuild, bundle_with
-from jaxft.ops.matrix_view import MatrixView
 
 
 def _concatenated(vectors: list[jax.Array]) -> jax.Array:
@@ -49,7 +48,7 @@ class _Part(NamedTuple):
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | MatrixView)
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def _parts(model: nnx.Module) -> list[_Part]:
@@ -79,14 +78,13 @@ class _Last(NamedTuple):
 
     structure: Any
     leaves: list[weakref.ref[Any]]
-    whole: list[weakref.ref[Any]]
     joined: list[jax.Array]
     rebuild: Rebuild
     parts: list[_Part]
 
     def arrays(self) -> list[Any]:
         """Returns what `bundle` returned, unless an array is freed by now."""
-        return [*(ref() for ref in self.whole), *self.joined]
+        return [*(self.leaves[i]() for i in self.rebuild.order[: self.rebuild.whole]), *self.joined]
 
 
 class Bundled:
@@ -116,8 +114,7 @@ class Bundled:
         arrays, rebuild = bundle_with(jax.tree.unflatten(structure, leaves), self.implementation, _concatenated)
         if last and last.rebuild == rebuild:
             rebuild = last.rebuild  # JAX finds a compiled program faster by the same object
-        whole = [weakref.ref(x) for x in arrays[: rebuild.whole]]
-        self._last = _Last(structure, refs, whole, arrays[rebuild.whole :], rebuild, parts)
+        self._last = _Last(structure, refs, arrays[rebuild.whole :], rebuild, parts)
         return arrays, rebuild
 
     def on(self, device: jax.Device, arrays: list[Any]) -> list[Any]:

@@ -14,7 +14,6 @@ from jax import Array
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
 from jaxft.ops import checks, plans, sharding, transforms
-from jaxft.ops.matrix_view import MatrixView
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 
@@ -41,8 +40,7 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], 
         rebuild = functools.partial(jax.tree.unflatten, structure)
 
     Call `bundle` again after you change the module: `rebuild` does not see the change. Arrays that are not concatenated
-    are the module's own, so that donating `arrays` deletes them in the module. `jaxft.models.join_kernels` makes a
-    model of fewer such arrays.
+    are the module's own, so that donating `arrays` deletes them in the module.
 
     Args:
       tree: any pytree. Its one-dimensional JAX arrays of float32, float16 or bfloat16 with 1 to 65,536 elements are
@@ -71,23 +69,17 @@ def bundle_with(
 ) -> tuple[list[Any], "Rebuild"]:
     """Returns what `bundle` returns. `concatenate` concatenates vectors of the same dtype and sharding."""
     leaves, structure = jax.tree.flatten(tree)
-    views = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MatrixView))
-    shared = {id(view.joined) for view in views if isinstance(view, MatrixView)}  # each is passed once
     alike: dict[Any, list[int]] = {}
     if dispatch.choose("bundle", implementation, {"triton": None}).name == "triton":
         for i, leaf in enumerate(leaves):
-            if id(leaf) not in shared and _joins(leaf):
+            if _joins(leaf):
                 alike.setdefault((leaf.dtype, leaf.sharding), []).append(i)
     groups = [group for group in alike.values() if len(group) > 1]
-    joined = [i for group in groups for i in group]
-    keys = [(id(leaf),) if id(leaf) in shared else i for i, leaf in enumerate(leaves)]
-    whole: dict[Any, int] = {}  # the first place of each array that is not concatenated
-    for i in sorted({*range(len(leaves))} - {*joined}):
-        whole.setdefault(keys[i], i)
-    parts = {keys[i]: n for n, i in enumerate([*whole.values(), *joined])}
-    order = [parts[key] for key in keys]
-    arrays = [leaves[i] for i in whole.values()] + [concatenate([leaves[i] for i in group]) for group in groups]
+    joined = {i for group in groups for i in group}
+    rest = [i for i in range(len(leaves)) if i not in joined]
+    arrays = [leaves[i] for i in rest] + [concatenate([leaves[i] for i in group]) for group in groups]
     sizes = tuple(tuple(leaves[i].size for i in group) for group in groups)
+    order = [*rest, *(i for group in groups for i in group)]
     return arrays, Rebuild(structure, tuple(order), tuple(map(np.shape, arrays)), sizes, implementation)
 
 
@@ -104,8 +96,7 @@ class Rebuild:
 
     Attributes:
       structure: structure of the tree. It is not part of the hash, because hashing the structure of a module is slow.
-      order: for each place in the tree, the number of its array among those that are not concatenated and the parts of
-        the concatenated ones, which follow.
+      order: place in the tree of each array that is not concatenated, then of each part of the concatenated arrays.
       shapes: shape of each array. The concatenated arrays come last.
       sizes: sizes of the parts of each concatenated array.
       implementation: the argument of `bundle`.
@@ -134,7 +125,8 @@ class Rebuild:
         for i, sizes in enumerate(self.sizes, self.whole):
             name = f"arrays[{i}]"
             parts += _parts(checks.as_array("bundle", name, arrays[i]), name, sizes, implementation=self.implementation)
-        return jax.tree.unflatten(self.structure, [parts[n] for n in self.order])
+        leaves = [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, float8, matrix_view, plans, sharding, transforms
-from jaxft.ops.matrix_view import MatrixView
+from jaxft.ops import checks, float8, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -92,7 +91,6 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
-    kernel, view = matrix_view.split(kernel)
     x, kernel = checks.as_factors(op, x, kernel, with_parts=True)
     parts = kernel.shape[1:]
     if len(parts) == 2:
@@ -123,7 +121,7 @@ def dense(
     plans.record(op, arrays, plan)
     if len(parts) == 2:  # so that devices can divide each part
         kernel, bias = kernel.reshape(kernel.shape[0], *parts), None if bias is None else bias.reshape(parts)
-    return run(x, kernel, bias, residual, plan, view)
+    return run(x, kernel, bias, residual, plan)
 
 
 def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation):
@@ -158,7 +156,6 @@ class Plan(plans.Plan):
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
     gate: str | None = None
     plain: bool = False  # plain jnp, which JAX differentiates
-    first_row: int | None = None  # of a `MatrixView` that the kernel reads in place
 
     @property
     def is_one_kernel(self) -> bool:
@@ -219,18 +216,11 @@ def plan_of(
     return plan(forward=Pass(backend, config), backward=backward, **plans.of_choice(choice) | {"why": why})
 
 
-def run(
-    x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan, view: MatrixView | None = None
-) -> Array:  # fmt: skip
-    """Computes the layer. x has any axes of rows. If nothing follows the bias, kernel and bias have any of columns.
-
-    `view` is the view of the kernel, if it is one. Triton's kernel reads it where no gradient is taken.
-    """
+def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
+    """Computes the layer. x has any axes of rows. If nothing follows the bias, kernel and bias have any of columns."""
     if plan.plain:
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
-    if view is None or plan.forward.backend != "triton":
-        return _kernels_jit(x, kernel, bias, residual, None, plan)
-    return _kernels_jit(x, kernel, bias, residual, view.joined, dataclasses.replace(plan, first_row=view.first))
+    return _kernels_jit(x, kernel, bias, residual, plan)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
@@ -270,38 +260,32 @@ def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
     return transforms.carrier(reference.wide, transforms.carrier(product, x, kernel))
 
 
-@functools.partial(jax.jit, static_argnums=5)
-def _kernels_jit(x, kernel, bias, residual, joined, plan):
+@functools.partial(jax.jit, static_argnums=4)
+def _kernels_jit(x, kernel, bias, residual, plan):
     carriers = product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual)
-    *arrays, joined, of_product, of_bias, of_residual = transforms.vary_alike(
-        x, kernel, bias, residual, joined, *carriers
-    )
-    return kernels(*arrays, (of_product, of_bias, of_residual), plan, joined)
+    *arrays, of_product, of_bias, of_residual = transforms.vary_alike(x, kernel, bias, residual, *carriers)
+    return kernels(*arrays, (of_product, of_bias, of_residual), plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def kernels(x, kernel, bias, residual, carriers, plan, joined=None):
+def kernels(x, kernel, bias, residual, carriers, plan):
     """Computes the layer with the kernels of the plan, and defines its gradient.
 
-    The gradient goes to the `carriers` (see `transforms.carrier`) of the matmul, the bias and the residual. `joined` is
-    the array of a `MatrixView`, from which Triton's kernel then reads instead of from `kernel`.
+    The gradient goes to the `carriers` (see `transforms.carrier`) of the matmul, the bias and the residual.
     """
     del carriers
 
-    def by_kernels(x, kernel, bias, residual, joined):
-        @_in_two_dimensions
-        def run(x, kernel, bias, residual):
-            if not plan.is_one_kernel:
-                return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
-            return _one_kernel(x, kernel, bias, residual, plan, joined=joined)[0]
+    @_in_two_dimensions
+    def by_kernels(x, kernel, bias, residual):
+        if not plan.is_one_kernel:
+            return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
+        return _one_kernel(x, kernel, bias, residual, plan)[0]
 
-        return run(x, kernel, bias, residual)
-
-    def plain(x, kernel, bias, residual, joined):
+    def plain(x, kernel, bias, residual):
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
 
     run = transforms.mappable(lambda _, *arrays: by_kernels(*arrays), plain, plan, _rule(plan, x, kernel))
-    return run(x, kernel, bias, residual, joined)
+    return run(x, kernel, bias, residual)
 
 
 def _names(plan, x, kernel):
@@ -326,10 +310,8 @@ def _rule(plan, x, kernel, also=None):
     """Returns the rule of a layer, or of a layer whose kernel also returns what a gradient needs."""
     rows, columns, out = _names(plan, x, kernel)
     dtype, x_ndim, kernel_ndim = x.dtype, x.ndim, kernel.ndim
-    if plan.first_row is not None:  # devices divide the rows only: the matrix lies in an array that is not divided
-        return Rule("dense", f"{rows} K, K F, F, {rows} G, J", f"{rows} G")
 
-    def by_parts(over, x, kernel, bias=None, residual=None, _=None):
+    def by_parts(over, x, kernel, bias=None, residual=None):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
         out = reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate)
         if also is None:
@@ -348,7 +330,7 @@ def _rule(plan, x, kernel, also=None):
     )  # fmt: skip
 
 
-def _one_kernel(x, kernel, bias, residual, plan, also=None, joined=None):
+def _one_kernel(x, kernel, bias, residual, plan, also=None):
     """Computes the layer by one kernel. With `also`, the kernel also returns what a gradient needs.
 
     From Triton this is the "matmul" x @ kernel. From Mosaic GPU it is the "sum" x @ kernel + bias, or the "derivative"
@@ -356,11 +338,9 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None, joined=None):
     """
     config = plan.forward.config if also is None else plan.with_gradient.config
     if plan.forward.backend == "triton":
-        stored = kernel if joined is None else joined.reshape(-1, kernel.shape[1])
         found = triton.forward(
-            x, stored, bias, residual, activation=plan.activation, gate=plan.gate, precision=plan.kernel_precision,
+            x, kernel, bias, residual, activation=plan.activation, gate=plan.gate, precision=plan.kernel_precision,
             config=config, interpret=plan.interpret, also_product=also == "matmul",
-            first_row=0 if joined is None else plan.first_row,
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -398,9 +378,7 @@ def _epilogue(y, bias, residual, plan, in_place):
     return bias_activation.forward(y, bias, in_place=in_place, **options)
 
 
-def _fwd(x, kernel, bias, residual, carriers, plan, joined):
-    del joined
-    plan = dataclasses.replace(plan, first_row=None)
+def _fwd(x, kernel, bias, residual, carriers, plan):
     if plan.activation is not None:
         saves_sum = plan.forward.backend == "mosaic_gpu"
 
@@ -424,14 +402,13 @@ def _fwd(x, kernel, bias, residual, carriers, plan, joined):
 
 
 def _bwd(plan, saved, d_out):
-    plan = dataclasses.replace(plan, first_row=None)
     x, kernel, bias, residual, y = saved
     if plan.forward.backend == "mosaic_gpu" and bias is not None:
         bias = jnp.zeros_like(bias)  # y includes it
 
     dy, d_bias = epilogue_gradient(d_out, y, bias, x, kernel, plan)
     d_residual = None if residual is None else reference.wide(d_out)
-    return None, None, None, None, (reference.wide(dy), d_bias, d_residual), None
+    return None, None, None, None, (reference.wide(dy), d_bias, d_residual)
 
 
 def epilogue_gradient(

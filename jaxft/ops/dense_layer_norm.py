@@ -13,8 +13,7 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
-from jaxft.ops import checks, dense, float8, layer_norm, matrix_view, plans, sharding, transforms
-from jaxft.ops.matrix_view import MatrixView
+from jaxft.ops import checks, dense, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -84,7 +83,6 @@ def dense_residual_layer_norm(
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
-    kernel, view = matrix_view.split(kernel)
     x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
     scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
@@ -116,7 +114,7 @@ def dense_residual_layer_norm(
         return found if len(found) > 1 else found[0]
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
-    out = run(x, kernel, residual, bias, gamma, beta, dropout_rng if plan.dropout_rate > 0.0 else None, plan, view)
+    out = run(x, kernel, residual, bias, gamma, beta, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
     return out if return_sum else out[0]
 
 
@@ -134,7 +132,6 @@ class Plan(plans.Plan):
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
     matmul_adds: bool = False  # whether the matmul of float8 adds bias and residual, and not the LayerNorm
-    first_row: int | None = None  # of a `MatrixView` that the kernel reads in place
 
 
 def plan_of(
@@ -214,45 +211,40 @@ def run_float8(
 
 def run(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
-    rng: Array | None, plan: Plan, view: MatrixView | None = None,
+    rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the normalised array, and the sum if the plan asks for it. x and residual have any axes of rows.
-
-    `view` is the view of the kernel, if it is one. Triton's kernel reads it where no gradient is taken.
-    """
+    """Computes the normalised array, and the sum if the plan asks for it. x and residual have any axes of rows."""
     arrays = x, kernel, residual, bias, gamma, beta, rng
     if plan.forward.backend == "ops":
-        return _two_ops(*arrays, plan, view)
-    if view is None or plan.forward.backend != "triton":
-        return _result_jit(*arrays, None, plan)
-    return _result_jit(*arrays, view.joined, dataclasses.replace(plan, first_row=view.first))
+        return _two_ops(*arrays, plan)
+    return _result_jit(*arrays, plan)
 
 
-def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan, view):
+def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
     matmul, norm = plan.backward.config
-    y = dense.run(x, kernel, None, None, matmul, view)
+    y = dense.run(x, kernel, None, None, matmul)
     return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
 
 
-@functools.partial(jax.jit, static_argnums=8)
-def _result_jit(x, kernel, residual, bias, gamma, beta, rng, joined, plan):
+@functools.partial(jax.jit, static_argnums=7)
+def _result_jit(x, kernel, residual, bias, gamma, beta, rng, plan):
     carriers = dense.product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual, gamma, beta)
-    every = transforms.vary_alike(x, kernel, residual, bias, gamma, beta, rng, joined, *carriers)
-    return _result(*every[:8], tuple(every[8:]), plan)
+    every = transforms.vary_alike(x, kernel, residual, bias, gamma, beta, rng, *carriers)
+    return _result(*every[:7], tuple(every[7:]), plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
-def _result(x, kernel, residual, bias, gamma, beta, rng, joined, carriers, plan):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
     del carriers
 
-    def plain(x, kernel, residual, bias, gamma, beta, rng, joined):
+    def plain(x, kernel, residual, bias, gamma, beta, rng):
         out = reference.dense_residual_layer_norm(
             x, kernel, bias, residual, gamma, beta, precision=plan.precision, epsilon=plan.epsilon,
             dropout_rate=plan.dropout_rate, dropout_rng=rng, return_sum=plan.return_sum,
         )  # fmt: skip
         return out if plan.return_sum else (out,)
 
-    def by_parts(over, x, kernel, residual, bias, gamma, beta, rng, joined):
+    def by_parts(over, x, kernel, residual, bias, gamma, beta, rng):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
         options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
         out = reference.bias_residual_layer_norm(y, bias, residual, gamma, beta, dropout_rng=rng, **options)
@@ -261,23 +253,19 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, joined, carriers, plan)
     run = plain
     if plan.forward.backend != "xla":
         rows = sharding.rows_of(x.shape[:-1], dropout=rng is not None)
-        # The depth of a `MatrixView` is not divided: the array that it lies in is whole.
-        depth = "k" if joined is None else "K"
         rule = Rule(
-            "dense_residual_layer_norm",
-            f"{rows} {depth}, {depth} D, {rows} D, D, D, D, key({rows}), J", f"{rows} D, {rows} D",
+            "dense_residual_layer_norm", f"{rows} k, k D, {rows} D, D, D, D, key({rows})", f"{rows} D, {rows} D",
             contracted={"k": by_parts},
         )  # fmt: skip
         run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
-    return run(x, kernel, residual, bias, gamma, beta, rng, joined)
+    return run(x, kernel, residual, bias, gamma, beta, rng)
 
 
-def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng, joined):
+def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
-        float8.rows_of(x), kernel if joined is None else joined.reshape(-1, kernel.shape[1]), None, None,
-        activation=None, precision=plan.kernel_precision, config=split, interpret=plan.interpret, splits=split.splits,
-        first_row=plan.first_row or 0,
+        float8.rows_of(x), kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
+        interpret=plan.interpret, splits=split.splits,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
     out = triton_norm.forward(
@@ -287,7 +275,7 @@ def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng, joined):
     return tuple(y.reshape(residual.shape) for y in out)
 
 
-def _fwd(x, kernel, residual, bias, gamma, beta, rng, joined, carriers, plan):
+def _fwd(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
     matmul, norm = plan.backward.config
 
     y = dense.run(x, kernel, None, None, matmul)
@@ -295,7 +283,7 @@ def _fwd(x, kernel, residual, bias, gamma, beta, rng, joined, carriers, plan):
 
 
 def _bwd(plan, pull_back, d):
-    return *[None] * 8, pull_back(d)
+    return *[None] * 7, pull_back(d)
 
 
 _result.defvjp(_fwd, _bwd)

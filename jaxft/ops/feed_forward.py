@@ -12,7 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, matrix_view, plans, sharding, transforms
+from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -109,7 +109,6 @@ def feed_forward_residual_layer_norm(
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
     op = _OP
-    (in_kernel, in_view), (out_kernel, out_view) = map(matrix_view.split, (in_kernel, out_kernel))
     x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
     out_kernel = checks.as_term(
@@ -154,7 +153,7 @@ def feed_forward_residual_layer_norm(
     plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)
     plans.record(op, arrays, plan)
     rng = dropout_rng if dropout_rate > 0.0 else None
-    out = _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan, in_view, out_view)
+    out = _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan)
     return out if return_sum else out[0]
 
 
@@ -240,12 +239,12 @@ def _float8(op, x, residual, arrays, kernel_scales, scales, activation, options,
     return dense_layer_norm.run_float8(h, out_kernel, residual, *rest, rng, second)
 
 
-def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan, in_view, out_view):
+def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):
     residual = x if residual is None else residual
     if plan.backward.backend == "ops":
         first, second = plan.forward.config
-        h = dense.run(x, in_kernel, in_bias, None, first, in_view)
-        return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second, out_view)
+        h = dense.run(x, in_kernel, in_bias, None, first)
+        return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second)
     *_, last = plan.forward.config
     y = _products_jit(x, in_kernel, in_bias, out_kernel, plan)
     return layer_norm.run(y, out_bias, residual, gamma, beta, rng, last)
