@@ -364,6 +364,10 @@ def rms(x, g):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g
 
 
+def rms_of_flax(x, g):
+    return x * (jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g)
+
+
 ROWS, HEADS_FIRST = (200, 1000), CASES["matmul, scaled query"].make(jnp.bfloat16)[0]
 NORMED, WIDE = [ROWS, (1000,)], (1000, 1000)
 IN_GRADIENTS = "as it was; in gradients "
@@ -387,11 +391,17 @@ IN_GRADIENTS = "as it was; in gradients "
         pytest.param(lambda *a: norms(*a)[0], [ROWS, (1000,), (1000,)], "", "triton", id="one norm"),
         pytest.param(lambda x, g: norms(x, 1 + g), [ROWS, (1000,)], "", IN_GRADIENTS + "triton", id="scale 1 + g"),
         pytest.param(rms, NORMED, "", IN_GRADIENTS, id="an RMSNorm"),
-        pytest.param(lambda x, g: rms(x.astype("float32"), g), NORMED, "", "triton", id="an RMSNorm of a cast"),
+        pytest.param(lambda x, g: rms(x.astype("float32"), g), NORMED, "", IN_GRADIENTS, id="an RMSNorm of a cast"),
+        pytest.param(rms_of_flax, NORMED, "", "triton", id="an RMSNorm of Flax"),
         pytest.param(lambda x, g: norms(jnp.sin(x), g)[0], NORMED, "", IN_GRADIENTS, id="before a norm"),
         pytest.param(lambda x, g: norms(jnp.sin(x).astype("float32"), g)[0], NORMED, "", IN_GRADIENTS, id="cast"),
         pytest.param(lambda x, y, g: norms(x + jnp.sin(y), g)[0], [ROWS, *NORMED], "", IN_GRADIENTS, id="residual"),
         pytest.param(lambda x, g, w: norms(x @ w + g, g)[0], [*NORMED, WIDE], "", "triton", id="bias of a matmul"),
+        pytest.param(lambda x, g, w: norms(2 * (x @ w), g)[0], [*NORMED, WIDE], "", "triton", id="a scaled matmul"),
+        pytest.param(lambda x, w, m, r, g: norms(x @ (w * m) + r, g)[0], [(1024, 1024)] * 4 + [(1024,)], "",
+                     "mosaic_gpu + triton", id="a computed kernel"),
+        pytest.param(lambda x, w, r, g: norms(x @ w + jnp.sin(r), g)[0], [(1024, 1024)] * 3 + [(1024,)], "",
+                     IN_GRADIENTS, id="an element-wise residual of a matmul"),
         pytest.param(lambda x, g, w: (norms(y := jnp.sin(x), g), y @ w), [*NORMED, WIDE], "", "triton", id="also read"),
         pytest.param(lambda x: jax.nn.log_softmax(jnp.sin(x)), [ROWS], "", IN_GRADIENTS, id="before a log-softmax"),
         pytest.param(jax.nn.dot_product_attention, [(2, 128, 4, 64)] * 3, "", "triton", id="attention"),
@@ -430,6 +440,17 @@ def test_sites_that_gain_in_gradients_only_stay_as_they_were_otherwise(name, mon
     jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.value_and_grad(loss_of(fused)))(*args), everywhere)
     by_closure = jax.jit(jax.grad(lambda x: loss_of(fuse(lambda *rest: fn(x, *rest)))(*args[1:])))(args[0])
     assert_same(by_closure, everywhere[1])
+
+
+def test_a_norm_of_the_result_of_an_op_is_replaced():
+    def fn(x, w, b, g):
+        return norms(jax.nn.gelu(x @ w + b, approximate=False), g)[0]
+
+    shapes = (1024, 256), (256, 1024), (1024,), (1024,)
+    with dispatch.target():
+        report = jaxft.fuse(fn).report(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert report.counts == {"dense": 1, "layer_norm": 1}
+    assert not any(record.implementation.startswith(IN_GRADIENTS) for record in report)
 
 
 def test_sites_that_gain_in_gradients_only_read_what_the_op_does_not(monkeypatch):

@@ -207,37 +207,38 @@ def _gains_in_gradients_only(g: Graph, site: Site, found: Found, options: Option
         of_this = [other for other in norms if g.find(other.inputs[0]) is g.find(first)]
         if len(of_this) > 1 or any(_is_arithmetic(g.node_of(v)) for v in parameters if v.size < first.size):
             return True
-        if site.op == "rms_norm" and not any(_is_cast_of_rows(g, node, first) for node in site.region):
-            return True  # XLA is as fast, unless the squares are those of a cast of x
-    if site.op in (*_ROW_OPS, "dense_residual_layer_norm"):  # XLA fuses it with what is before it.
-        out, of_ops = site.outs[0], {g.find(v) for other in found.sites.values() for v in other.outs}
-        read = [v for v in map(g.find, site.inputs if site.op in _ROW_OPS else parameters) if v.shape == out.shape]
-        return any(v not in of_ops and _is_computed_by_the_way(g, v, site) for v in read)
-    return False
+    if site.op == "rms_norm" and not any(_scales_roots(g, node) for node in site.region):
+        return True  # XLA computes it in one kernel.
+    read = [] if site.op not in _ROW_OPS else site.inputs
+    if site.op == "dense_residual_layer_norm":  # the first input is in memory for the matmul
+        read = [v for v in parameters if v.shape == site.outs[0].shape and g.find(v) is not g.find(site.inputs[1])]
+    of_ops = {g.find(v) for other in found.sites.values() for v in other.outs}
+    return any(
+        g.find(v) not in of_ops and _is_fused_into_reader(g, v, site) for v in read if v.size == site.outs[0].size
+    )
 
 
-def _is_cast_of_rows(g: Graph, node: Node, x: Var) -> bool:
-    """Returns whether a node casts an array of the shape of `x` that is no product."""
-    above = g.node_of(node.ins[0]) if node.name == "convert_element_type" else None
-    is_product = above is not None and above.name in ("div", "integer_pow", "mul", "square")
-    return node.name == "convert_element_type" and node.ins[0].shape == x.shape and not is_product
+def _scales_roots(g: Graph, node: Node) -> bool:
+    """Returns whether a node multiplies a number for each row by a vector, which makes an array of the size of x."""
+    sizes = [algebra.strip(g, v)[0].size for v in node.ins]
+    return node.name == "mul" and 1 < max(sizes) < node.out.size
 
 
-def _is_computed_by_the_way(g: Graph, v: Var, site: Site) -> bool:
+def _is_fused_into_reader(g: Graph, v: Var, site: Site) -> bool:
     """Returns whether XLA computes `v` in the kernel that reads it, so that `v` is in memory for the op only.
 
-    That is so if `v` is element-wise and nothing else reads it. The sum of a matmul and a bias is an exception: XLA
-    computes it in the kernel of the matmul.
+    That is so if `v` is element-wise and nothing else reads it. A matmul plus a bias, or times a factor, is an
+    exception: XLA computes it in the kernel of the matmul.
     """
     node = g.node_of(algebra.source(g, v))
-    is_bias_of_matmul = (
+    is_epilogue = (
         node is not None
-        and node.name == "add"
+        and node.name in ("add", "div", "mul", "sub")
         and any(
             (above := g.node_of(algebra.strip(g, x)[0])) is not None and above.name == "dot_general" for x in node.ins
         )
     )
-    return _is_arithmetic(node) and not is_bias_of_matmul and not is_used_outside(g, v, site.region)
+    return _is_arithmetic(node) and not is_epilogue and not is_used_outside(g, v, site.region)
 
 
 def _is_arithmetic(node: Node | None) -> bool:
