@@ -13,7 +13,7 @@ import jaxft
 from cases import in_float64, pytest_on, slow, slow_cases
 from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
 from jaxft import cli, dispatch
-from jaxft.fusion import plan
+from jaxft.fusion import plan, transform
 
 LAYER = {ATT: 1, DRLN: 1, FF: 1}
 
@@ -197,8 +197,14 @@ def test_custom_rules_are_left_alone():
         return jnp.maximum(x, 0)
 
     relu.defjvp(lambda p, t: (relu(p[0]), t[0] * 7.0))
+
+    @jax.custom_jvp
+    def silu(x):
+        return x / (1 + jnp.exp(-x))
+
+    silu.defjvp(lambda p, t: (silu(p[0]), t[0] * 7.0))
     x, b = normal(0, 3, 8), normal(1, 8)
-    for fn in (seven, relu):
+    for fn in (seven, relu, silu):
         assert fuse(lambda x, b, fn=fn: fn(x + b)).report(x, b).counts == {}
         np.testing.assert_array_equal(jax.grad(lambda x, fn=fn: fuse(fn)(x).sum())(x), np.full(x.shape, 7.0))
 
@@ -263,6 +269,55 @@ def test_modules_are_arguments_and_keep_their_state():
     assert int(model.calls[...]) == 2
     gradient = nnx.grad(lambda model, x: fused(model, x)[0, 0])(model, x)
     assert float(jnp.abs(gradient["norm"]["scale"][...]).sum()) > 0
+
+
+def test_generators_are_arguments_and_move_on():
+    def fn(rngs, x):
+        return jax.nn.softmax(x + jax.random.normal(rngs(), x.shape))
+
+    x, rngs, expected = normal(0, 3, 8), nnx.Rngs(0), nnx.Rngs(0)
+    for _ in range(2):
+        assert_same(fuse(fn)(rngs, x), fn(expected, x))
+
+
+def test_module_must_keep_its_variables():
+    def fn(model, x):
+        model.last = nnx.Variable(x)
+        return jax.nn.softmax(model(x))
+
+    model = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="changed which variables an NNX module has"):
+        fuse(fn)(model, normal(0, 3, 8))
+
+
+def test_fused_function_has_the_name_and_binds_as_a_method():
+    class Layer:
+        @fuse
+        def probabilities(self, x):
+            """Computes probabilities."""
+            return jax.nn.softmax(x)
+
+    x = normal(0, 3, 8)
+    assert_same(Layer().probabilities(x), jax.nn.softmax(x))
+    assert (Layer.probabilities.__name__, Layer.probabilities.__doc__) == ("probabilities", "Computes probabilities.")
+
+
+def test_numpy_numbers_are_traced():
+    def fn(x, scale):
+        assert isinstance(scale, jax.core.Tracer)
+        return jax.nn.softmax(x * scale)
+
+    x = normal(0, 3, 8)
+    assert_same(fuse(fn)(x, np.float32(2)), jax.nn.softmax(2 * x))
+
+
+def test_call_without_jit_warns_once(caplog):
+    transform._warn_once.cache_clear()
+    x, fused = normal(0, 3, 8), fuse(jax.nn.softmax)
+    jax.jit(fused)(x)
+    assert "without jax.jit" not in caplog.text
+    fused(x), fused(x)
+    assert caplog.text.count("without jax.jit") == 1
 
 
 # --- Options -----------------------------------------------------------------------------------------------------
@@ -711,6 +766,14 @@ def test_clipped_activation_is_no_activation(clip):
     assert report.counts == {BA: 1} and "silu" in str(report)  # the SiLU alone
     np.testing.assert_allclose(fuse(lambda x: jax.nn.silu(jnp.clip(x, -clip, clip)))(x * 1e4),
                                jax.nn.silu(jnp.clip(x * 1e4, -clip, clip)), rtol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize(("factor", "counts"), [(0.7979, {BA: 1}), (0.78, {})])
+def test_gelu_in_16_bits_needs_its_constants(factor, counts):
+    def fn(x):
+        return 0.5 * x * (1 + jnp.tanh(factor * (x + 0.044715 * x**3)))
+
+    assert fuse(fn).report(normal(0, 4, 8).astype(jnp.bfloat16)).counts == counts
 
 
 def test_root_of_a_square_is_no_identity():
