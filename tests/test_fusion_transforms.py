@@ -371,6 +371,11 @@ def test_without_force_a_cpu_runs_the_original(layer):
     assert str(jax.make_jaxpr(fused)(*args)) == str(jax.make_jaxpr(fn)(*args))
 
 
+def test_without_force_an_implementation_changes_nothing_on_a_cpu():
+    (record,) = jaxft.fuse(jax.nn.softmax, implementation="triton").report(normal(0, 4, 8))
+    assert record.reason.startswith("no kernels on cpu")
+
+
 def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
     fn, (params, x) = CASES["a BERT layer"].make(jnp.bfloat16)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), (params, x))
@@ -452,6 +457,7 @@ IN_GRADIENTS = "as it was; in gradients "
         pytest.param(jax.nn.dot_product_attention, [(2, 128, 4, 64)] * 3, "", "triton", id="attention"),
         pytest.param(HEADS_FIRST, [(2, 4, 128, 64)] * 3, "up to 128", "", id="heads first"),
         pytest.param(HEADS_FIRST, [(2, 4, 129, 64)] * 3, "", "triton", id="heads first, more queries"),
+        pytest.param(HEADS_FIRST, [(2, 4, 9, 64), *[(2, 4, 129, 64)] * 2], "", "triton", id="heads first, more keys"),
     ],
 )  # fmt: skip
 def test_on_a_gpu_xla_keeps_what_was_measured_as_slower(fn, shapes, reason, implementation):
@@ -529,6 +535,16 @@ def test_operand_that_lives_on_is_not_overwritten():
     args = normal(0, 8, 16), normal(1, 16, 16)
     report = fuse(fn).report(*args)
     assert report.counts == {"softmax": 1} and report.saves == 0
+
+
+def test_operand_of_another_dtype_is_not_overwritten():
+    def fn(x, w):
+        y = x @ w
+        centred = y - y.mean(-1, keepdims=True)
+        return (centred * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-3)).astype(jnp.bfloat16)
+
+    report = fuse(fn).report(normal(0, 8, 16), normal(1, 16, 16))
+    assert report.counts == {LN: 1} and report.saves == 0
 
 
 def test_other_scale_of_the_mean_is_no_norm():
@@ -766,6 +782,32 @@ def test_clipped_activation_is_no_activation(clip):
     assert report.counts == {BA: 1} and "silu" in str(report)  # the SiLU alone
     np.testing.assert_allclose(fuse(lambda x: jax.nn.silu(jnp.clip(x, -clip, clip)))(x * 1e4),
                                jax.nn.silu(jnp.clip(x * 1e4, -clip, clip)), rtol=1e-6)  # fmt: skip
+
+
+def test_other_terms_beside_a_bias_are_kept():
+    def fn(x, b, y):
+        return jax.nn.gelu(x + b + 2 * y, approximate=False)
+
+    args = normal(0, 4, 8), normal(1, 8), normal(2, 4, 8)
+    assert fuse(fn).report(*args).counts == {BA: 1}
+    assert_same(fuse(fn)(*args), fn(*args))
+
+
+def test_sum_that_is_used_twice_stays_outside_of_the_activation():
+    def fn(x, b):
+        return jax.nn.gelu(x + b), x + b
+
+    (record,) = fuse(fn).report(normal(0, 4, 8), normal(1, 8))
+    assert record.is_replaced and "bias=False" in record.sizes
+
+
+def test_part_of_an_activation_that_is_used_twice_is_a_near_miss():
+    def fn(x):
+        part = jax.lax.erf(x * 0.5**0.5)
+        return 0.5 * x * (1 + part), part
+
+    (record,) = fuse(fn).report(normal(0, 4, 8))
+    assert record.reason == "an intermediate result of the activation is also used elsewhere"
 
 
 @pytest.mark.parametrize(("factor", "counts"), [(0.7979, {BA: 1}), (0.78, {})])
