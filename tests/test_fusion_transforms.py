@@ -228,6 +228,15 @@ def test_effects_stay_once_and_in_order():
     assert seen == [0, 1, 2]
 
 
+def test_names_of_scopes_stay():
+    def fn(x):
+        with jax.named_scope("tail"):
+            return jnp.sin(jax.nn.softmax(x))
+
+    program = jax.make_jaxpr(fuse(fn))(normal(0, 3, 8))
+    assert [str(eqn.source_info.name_stack) for eqn in program.eqns if eqn.primitive.name == "sin"] == ["tail"]
+
+
 def test_what_is_not_an_array_passes_through():
     def fn(x, tree, activation, *, shift):
         assert isinstance(shift, int) and tree["name"] == "a"
