@@ -8,7 +8,8 @@ import pytest
 import jaxft
 from cases import in_float64, slow
 from compare import errors, magnitude, ulp
-from fusion_cases import CASES
+from fusion_cases import CASES, normal
+from jaxft.fusion.report import Checked, Checks, _error
 
 DTYPES = [pytest.param(jnp.float32, id="float32"), *slow(pytest.param(jnp.bfloat16, id="bfloat16"))]
 # `make test` compares the results of these cases in bfloat16. `make test-all` compares all cases.
@@ -114,6 +115,58 @@ def test_check_looks_into_a_scan():
     fn, args = CASES["a scan of ViT blocks"].make(jnp.float32)
     checks = jaxft.fuse(fn, force=True).check(*args)
     assert len(checks) == 4 and checks.is_exact, checks
+
+
+def norm_of_a_sum(x, y):
+    """Returns a sum and its LayerNorm, with the variance as a difference of squares."""
+    x = x + y
+    mean = jnp.mean(x, -1, keepdims=True)
+    return x, (x - mean) * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) - mean**2 + 1e-3)
+
+
+def test_check_compares_with_float64():
+    """The mean is far from 0: the squares lose their last digits, and the sum itself is exact to the last."""
+    args = normal(0, 4, 32) + 100, normal(1, 4, 32)
+    (check,) = jaxft.fuse(norm_of_a_sum, force=True).check(*args)
+    assert 2**-23 < check.fused < check.original / 10
+    np.testing.assert_allclose(check.allowed, 2 * check.original + 2**-22)
+
+
+@pytest.mark.parametrize("way", [False, True])
+def test_check_follows_the_branch_that_is_taken(way):
+    def fn(way, x):
+        return jax.lax.cond(way, lambda: jax.nn.softmax(x), lambda: jax.nn.log_softmax(x))
+
+    (check,) = jaxft.fuse(fn, force=True).check(jnp.array(way), normal(0, 4, 16))
+    assert check.op == ("softmax" if way else "log_softmax")
+
+
+def test_check_looks_into_a_while_loop():
+    def fn(x, steps):  # the condition reads an array of its own
+        return jax.lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, jax.nn.softmax(c[1] * x)), (0, x))[1]
+
+    (check,) = jaxft.fuse(fn, force=True).check(normal(0, 4, 16), jnp.int32(2))
+    assert check.op == "softmax" and check.is_exact
+
+
+@pytest.mark.parametrize(
+    ("x", "true", "error"),
+    [
+        ([1.0, np.nan, np.inf], [1.0, np.nan, np.inf], 0),
+        ([1.0, 3.0], [1.5, 3.25], 0.5),
+        ([np.nan], [1.0], np.inf),
+        ([1.0], [np.nan], np.inf),
+        ([np.inf], [-np.inf], np.inf),
+    ],
+)
+def test_error_of_a_check_is_the_largest(x, true, error):
+    assert _error(np.array(x), np.array(true)) == error
+
+
+def test_checks_are_exact_if_all_are():
+    exact, wrong = (Checked("softmax", "", 1e-7, fused, 3e-7) for fused in (3e-7, 4e-7))
+    assert Checks([exact]).is_exact and not Checks([exact, wrong]).is_exact
+    assert str(Checks([wrong])).count("NO") == 1
 
 
 @pytest.mark.parametrize(

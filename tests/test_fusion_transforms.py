@@ -13,7 +13,7 @@ import jaxft
 from cases import in_float64, pytest_on, slow, slow_cases
 from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
 from jaxft import cli, dispatch
-from jaxft.fusion import plan
+from jaxft.fusion import plan, transform
 
 LAYER = {ATT: 1, DRLN: 1, FF: 1}
 
@@ -197,8 +197,14 @@ def test_custom_rules_are_left_alone():
         return jnp.maximum(x, 0)
 
     relu.defjvp(lambda p, t: (relu(p[0]), t[0] * 7.0))
+
+    @jax.custom_jvp
+    def silu(x):
+        return x / (1 + jnp.exp(-x))
+
+    silu.defjvp(lambda p, t: (silu(p[0]), t[0] * 7.0))
     x, b = normal(0, 3, 8), normal(1, 8)
-    for fn in (seven, relu):
+    for fn in (seven, relu, silu):
         assert fuse(lambda x, b, fn=fn: fn(x + b)).report(x, b).counts == {}
         np.testing.assert_array_equal(jax.grad(lambda x, fn=fn: fuse(fn)(x).sum())(x), np.full(x.shape, 7.0))
 
@@ -220,6 +226,15 @@ def test_effects_stay_once_and_in_order():
     assert_same(jax.jit(fuse(fn))(x), expected)
     jax.effects_barrier()
     assert seen == [0, 1, 2]
+
+
+def test_names_of_scopes_stay():
+    def fn(x):
+        with jax.named_scope("tail"):
+            return jnp.sin(jax.nn.softmax(x))
+
+    program = jax.make_jaxpr(fuse(fn))(normal(0, 3, 8))
+    assert [str(eqn.source_info.name_stack) for eqn in program.eqns if eqn.primitive.name == "sin"] == ["tail"]
 
 
 def test_what_is_not_an_array_passes_through():
@@ -263,6 +278,55 @@ def test_modules_are_arguments_and_keep_their_state():
     assert int(model.calls[...]) == 2
     gradient = nnx.grad(lambda model, x: fused(model, x)[0, 0])(model, x)
     assert float(jnp.abs(gradient["norm"]["scale"][...]).sum()) > 0
+
+
+def test_generators_are_arguments_and_move_on():
+    def fn(rngs, x):
+        return jax.nn.softmax(x + jax.random.normal(rngs(), x.shape))
+
+    x, rngs, expected = normal(0, 3, 8), nnx.Rngs(0), nnx.Rngs(0)
+    for _ in range(2):
+        assert_same(fuse(fn)(rngs, x), fn(expected, x))
+
+
+def test_module_must_keep_its_variables():
+    def fn(model, x):
+        model.last = nnx.Variable(x)
+        return jax.nn.softmax(model(x))
+
+    model = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="changed which variables an NNX module has"):
+        fuse(fn)(model, normal(0, 3, 8))
+
+
+def test_fused_function_has_the_name_and_binds_as_a_method():
+    class Layer:
+        @fuse
+        def probabilities(self, x):
+            """Computes probabilities."""
+            return jax.nn.softmax(x)
+
+    x = normal(0, 3, 8)
+    assert_same(Layer().probabilities(x), jax.nn.softmax(x))
+    assert (Layer.probabilities.__name__, Layer.probabilities.__doc__) == ("probabilities", "Computes probabilities.")
+
+
+def test_numpy_numbers_are_traced():
+    def fn(x, scale):
+        assert isinstance(scale, jax.core.Tracer)
+        return jax.nn.softmax(x * scale)
+
+    x = normal(0, 3, 8)
+    assert_same(fuse(fn)(x, np.float32(2)), jax.nn.softmax(2 * x))
+
+
+def test_call_without_jit_warns_once(caplog):
+    transform._warn_once.cache_clear()
+    x, fused = normal(0, 3, 8), fuse(jax.nn.softmax)
+    jax.jit(fused)(x)
+    assert "without jax.jit" not in caplog.text
+    fused(x), fused(x)
+    assert caplog.text.count("without jax.jit") == 1
 
 
 # --- Options -----------------------------------------------------------------------------------------------------
@@ -314,6 +378,11 @@ def test_without_force_a_cpu_runs_the_original(layer):
     report = fused.report(*args)
     assert report.counts == {} and any("no kernels on cpu" in record.reason for record in report)
     assert str(jax.make_jaxpr(fused)(*args)) == str(jax.make_jaxpr(fn)(*args))
+
+
+def test_without_force_an_implementation_changes_nothing_on_a_cpu():
+    (record,) = jaxft.fuse(jax.nn.softmax, implementation="triton").report(normal(0, 4, 8))
+    assert record.reason.startswith("no kernels on cpu")
 
 
 def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
@@ -407,6 +476,7 @@ IN_GRADIENTS = "as it was; in gradients "
         pytest.param(jax.nn.dot_product_attention, [(2, 128, 4, 64)] * 3, "", "triton", id="attention"),
         pytest.param(HEADS_FIRST, [(2, 4, 128, 64)] * 3, "up to 128", "", id="heads first"),
         pytest.param(HEADS_FIRST, [(2, 4, 129, 64)] * 3, "", "triton", id="heads first, more queries"),
+        pytest.param(HEADS_FIRST, [(2, 4, 9, 64), *[(2, 4, 129, 64)] * 2], "", "triton", id="heads first, more keys"),
     ],
 )  # fmt: skip
 def test_on_a_gpu_xla_keeps_what_was_measured_as_slower(fn, shapes, reason, implementation):
@@ -495,6 +565,16 @@ def test_operand_that_lives_on_is_not_overwritten():
     args = normal(0, 8, 16), normal(1, 16, 16)
     report = fuse(fn).report(*args)
     assert report.counts == {"softmax": 1} and report.saves == 0
+
+
+def test_operand_of_another_dtype_is_not_overwritten():
+    def fn(x, w):
+        y = x @ w
+        centred = y - y.mean(-1, keepdims=True)
+        return (centred * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-3)).astype(jnp.bfloat16)
+
+    report = fuse(fn).report(normal(0, 8, 16), normal(1, 16, 16))
+    assert report.counts == {LN: 1} and report.saves == 0
 
 
 def test_other_scale_of_the_mean_is_no_norm():
@@ -732,6 +812,40 @@ def test_clipped_activation_is_no_activation(clip):
     assert report.counts == {BA: 1} and "silu" in str(report)  # the SiLU alone
     np.testing.assert_allclose(fuse(lambda x: jax.nn.silu(jnp.clip(x, -clip, clip)))(x * 1e4),
                                jax.nn.silu(jnp.clip(x * 1e4, -clip, clip)), rtol=1e-6)  # fmt: skip
+
+
+def test_other_terms_beside_a_bias_are_kept():
+    def fn(x, b, y):
+        return jax.nn.gelu(x + b + 2 * y, approximate=False)
+
+    args = normal(0, 4, 8), normal(1, 8), normal(2, 4, 8)
+    assert fuse(fn).report(*args).counts == {BA: 1}
+    assert_same(fuse(fn)(*args), fn(*args))
+
+
+def test_sum_that_is_used_twice_stays_outside_of_the_activation():
+    def fn(x, b):
+        return jax.nn.gelu(x + b), x + b
+
+    (record,) = fuse(fn).report(normal(0, 4, 8), normal(1, 8))
+    assert record.is_replaced and "bias=False" in record.sizes
+
+
+def test_part_of_an_activation_that_is_used_twice_is_a_near_miss():
+    def fn(x):
+        part = jax.lax.erf(x * 0.5**0.5)
+        return 0.5 * x * (1 + part), part
+
+    (record,) = fuse(fn).report(normal(0, 4, 8))
+    assert record.reason == "an intermediate result of the activation is also used elsewhere"
+
+
+@pytest.mark.parametrize(("factor", "counts"), [(0.7979, {BA: 1}), (0.78, {})])
+def test_gelu_in_16_bits_needs_its_constants(factor, counts):
+    def fn(x):
+        return 0.5 * x * (1 + jnp.tanh(factor * (x + 0.044715 * x**3)))
+
+    assert fuse(fn).report(normal(0, 4, 8).astype(jnp.bfloat16)).counts == counts
 
 
 def test_root_of_a_square_is_no_identity():

@@ -341,7 +341,7 @@ class Graph:
             is_known = not isinstance(value, jax.core.Tracer) and v.size <= _LARGEST_CONSTANT and _is_number(v.aval)
             return np.asarray(value) if is_known else None
         node = self.defs.get(v)
-        if node is None or len(node.outs) != 1 or node.eqn.effects or v.size > _LARGEST_CONSTANT:
+        if node is None or len(node.outs) != 1 or v.size > _LARGEST_CONSTANT:
             return None
         name, params = node.name, node.params
         if name == "iota":
