@@ -326,6 +326,20 @@ def test_thread_with_the_same_settings_starts_all_batches_but_the_first(settings
     assert (first in others) == (settings is threading.get_ident) and len({*others}) == 1
 
 
+def test_caller_waits_for_a_program():
+    """So that Ctrl-C does not wait for a compilation. What is in flight is finished first."""
+    ready, events, device = set(), [], Device()
+
+    def wait(batch):
+        events.append(threading.current_thread())
+        ready.add(batch.input_ids.shape)
+
+    lane = batching.Lane(device, is_ready=lambda batch: batch.input_ids.shape in ready, wait=wait)
+    texts = texts_of([5] * 8 + [30] * 8)
+    found = [len(positions) for positions, _ in make(False).run_on(chunked(texts, 16), 4, [lane])]
+    assert sum(found) == 16 and len(ready) > 1 and {*events} == {threading.current_thread()}
+
+
 def test_results_are_received_where_no_thread_can_start(monkeypatch):
     def refuse(*_):
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")

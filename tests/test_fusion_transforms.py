@@ -516,7 +516,7 @@ def test_a_norm_of_the_result_of_an_op_is_replaced():
     def fn(x, w, b, g):
         return norms(jax.nn.gelu(x @ w + b, approximate=False), g)[0]
 
-    shapes = (1024, 256), (256, 1024), (1024,), (1024,)
+    shapes = (4096, 1024), (1024, 1024), (1024,), (1024,)
     with dispatch.target():
         report = jaxft.fuse(fn).report(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert report.counts == {"dense": 1, "layer_norm": 1}

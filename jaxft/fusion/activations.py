@@ -131,6 +131,10 @@ def read_activation(g: Graph, anchor: Node) -> Activation:
     for y in outward(g, anchor.out, names, 6):
         if y.shape != shape or str(y.dtype) not in FLOATS or y in g.uniform:
             continue
+        root = g.defs[y]
+        is_wider = root.name == "convert_element_type" and widens(root.ins[0].dtype, y.dtype)
+        if is_wider and len(g.uses(root.ins[0])) > 1:  # as by a norm of 16 bits with statistics in 32
+            continue
         front = {y}
         for _ in range(_CUTS):
             last = max((v for v in front if v in g.defs), key=lambda v: g.defs[v].index, default=None)

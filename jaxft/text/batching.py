@@ -194,8 +194,8 @@ class Lane:
         first call for a shape starts the compilation of its program.
       wait: waits until the program of a batch is compiled.
       device: the device, for messages and for its limit of batch_size. None if there is only one device.
-      settings: returns the settings of the current thread that `compute` depends on. Only threads with the settings of
-        the caller call `compute`.
+      settings: returns the settings of the current thread that `compute` depends on. If a new thread has other settings
+        than the caller, for example inside of `jax.default_device`, the caller starts the batches.
     """
 
     def __init__(
@@ -493,6 +493,10 @@ class Batcher:
                     if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
                         break
                 for part in parts:
+                    if not lane.is_ready(part.batch):  # the caller waits, so that an interrupt does not wait
+                        while lane.in_flight:
+                            yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
+                        lane.wait(part.batch)
                     lane.add(part, self._start, read, is_first=is_first)
                     is_first = False
                     while len(lane.in_flight) > _IN_FLIGHT:

@@ -94,7 +94,7 @@ class Growth:
 
     @functools.cached_property
     def _inserted(self) -> float:
-        """Most characters at an end of a normalized text that regular expressions without a match there insert."""
+        """Largest number of characters that regular expressions with an empty match insert at one end of a text."""
         found = 0.0
         for step, _ in self._steps:
             found *= max(_factors(step))
