@@ -260,6 +260,9 @@ def test_layer_spills_no_registers(dtype, batch, length, activation):
         compiled(infer, leaves, of(batch, length, 768, dtype=dtype), **fail)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="since JAX 0.11, XLA does not dump the PTX of a Triton kernel"
+)
 def test_float8_result_leaves_the_layout_of_16_bit_loads(tmp_path):
     """Threads store 8 float8. With 16, each load of a warp would leave out every other 16 bytes."""
 
