@@ -126,9 +126,8 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
         for metric in metrics_of(name):
             if chosen := [row for row in own if row["metric"] == metric]:
                 head, *lines = timing.table(chosen, metric=metric)
-                if name.startswith(
-                    "fuse"
-                ):  # what counts is the original beside the fused one, not beside jaxft's model
+                if name.startswith("fuse"):
+                    # The last column compares the fused function with the original, and not with jaxft's own model.
                     at = head.index("xla"), head.index("fused")
                     lines = [[*line[:-1], f"{float(line[at[0]]) / float(line[at[1]]):.2f}x"] for line in lines]
                 if metric == "temporary_mib":

@@ -327,7 +327,7 @@ def test_thread_with_the_same_settings_starts_all_batches_but_the_first(settings
 
 
 def test_caller_waits_for_a_program():
-    """So that Ctrl-C does not wait for a compilation. What is in flight is finished first."""
+    """Ctrl-C interrupts the caller, but not another thread. Batches in flight are finished before the caller waits."""
     ready, events, device = set(), [], Device()
 
     def wait(batch):

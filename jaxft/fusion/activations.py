@@ -133,7 +133,9 @@ def read_activation(g: Graph, anchor: Node) -> Activation:
             continue
         root = g.defs[y]
         is_wider = root.name == "convert_element_type" and widens(root.ins[0].dtype, y.dtype)
-        if is_wider and len(g.uses(root.ins[0])) > 1:  # as by a norm of 16 bits with statistics in 32
+        # A LayerNorm of 16-bit rows reads the activation, and its cast to float32 for the statistics. The cast is then
+        # not part of the activation.
+        if is_wider and len(g.uses(root.ins[0])) > 1:
             continue
         front = {y}
         for _ in range(_CUTS):

@@ -425,7 +425,7 @@ class _OpenPart:
         self._has_failed = False
 
     def _sync(self) -> None:
-        """Reads what is written for the checksum, and waits for the disk. A chunk is written meanwhile."""
+        """Adds the new bytes to the checksum and waits for the disk, in a thread, while the next chunk is written."""
         hashlib.file_digest(self._data, lambda: self._digest)
         if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
             os.fdatasync(self._data.fileno())

@@ -211,7 +211,8 @@ class CrossEncoder:
         """Writes a folder that `from_pretrained` and sentence-transformers load, with the same scores.
 
         The folder gets the files of the model and of the tokenizer, prompts, `max_seq_length`, the activation, and a
-        model card. `SentenceEncoder.save_pretrained` describes the card, and what becomes of an earlier save.
+        model card. `SentenceEncoder.save_pretrained` describes the card, and which files of an earlier save are
+        removed.
 
         Args:
           folder: see `SentenceEncoder.save_pretrained`.

@@ -92,9 +92,9 @@ class Dealer:
             is_first = device == first
             there = None if is_first and is_home else device  # None: the arrays are already there
 
-            # By the shape of a batch, which is a short key: the programs of the call, and the functions that it calls.
-            known: dict[Any, Future[Any] | None] = {}
-            called: dict[Any, Callable[..., Any]] = {}
+            # The keys are the shapes of batches, which are shorter than the keys of `self._programs`.
+            known: dict[Any, Future[Any] | None] = {}  # programs
+            called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a loaded program, or the function
             copies = functools.cache(lambda: arrays if there is None else self._bundled.on(there, arrays))
 
             def given(batch: Batch) -> tuple[Any, ...]:
