@@ -290,6 +290,20 @@ def test_second_derivatives_lower():
     lower(twice, *arrays_of(4096, 256, 1024))
 
 
+def test_gradients_of_shared_kernels_multiply_in_16_bits():
+    """The products are added up in float32. TF32 factors would take four times as long."""
+    x, *others = arrays_of(4096, 256, 1024)
+
+    def loss(*arrays):
+        run = jax.vmap(lambda x: FEED_FORWARD(x, *arrays[1:]))
+        return jnp.sum(run(arrays[0]).astype(jnp.float32))
+
+    text = lower(jax.grad(loss, argnums=tuple(range(7))), of((2, *x.shape), x.dtype), *others)
+    factors = re.findall(r"dot_general .* : \((tensor<\S+>, tensor<\S+>)\) -> tensor<(?:2x)?1024x256xf32>", text)
+    assert factors
+    assert all("f32" not in both for both in factors)
+
+
 def test_shards():
     specs = jax.sharding.PartitionSpec("x"), *[jax.sharding.PartitionSpec()] * 6
     text = lower(

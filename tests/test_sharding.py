@@ -320,7 +320,7 @@ def measure_model() -> dict[str, Any]:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from jaxft import BertForMaskedLM
-    from jaxft.models import partition_specs
+    from jaxft.models import join_kernels, partition_specs
 
     model = BertForMaskedLM(tiny.config(hidden_size=W), rngs=nnx.Rngs(0), implementation="triton")
     graph, params = nnx.split(model)
@@ -336,9 +336,49 @@ def measure_model() -> dict[str, Any]:
     program = jax.jit(step, out_shardings=(NamedSharding(mesh, PartitionSpec()), specs)).lower(*divided).compile()
     pairs = zip(jax.tree.leaves(step(params, ids)), jax.tree.leaves(program(*divided)), strict=True)
     summed, moved = collectives(program.as_text())
+    try:
+        join_kernels(nnx.merge(graph, divided[0]))
+    except ValueError as error:
+        refused = str(error)
     return {
+        "refused": refused,
         "error": max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs),
         "summed": summed, "moved": moved,
+    }  # fmt: skip
+
+
+def measure_step() -> dict[str, Any]:
+    """Takes a training step of the examples on one device and on four, with dropout and a tied vocabulary."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import common
+    from jaxft import BertForMaskedLM
+
+    model = BertForMaskedLM(tiny.config(hidden_dropout_prob=0.2), rngs=nnx.Rngs(0))
+    model.train()
+    graph, params = nnx.split(model)
+    optimizer = optax.sgd(1.0)
+    state = common.initial_state(params, optimizer, "float16")  # with a loss scale
+
+    def loss(params, ids, key):
+        return nnx.merge(graph, params).loss(ids, jnp.where(np.arange(T) % 2, ids, -100), rngs=key)
+
+    ids, key = np.random.default_rng(0).integers(5, 18, (8, B, T), np.int32), jax.random.key(0)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    divided = jax.device_put(ids.reshape(2, 4, B, T), NamedSharding(mesh, PartitionSpec(None, "data")))
+    given = *jax.device_put((state, key), NamedSharding(mesh, PartitionSpec())), divided
+    on_four = common.make_step(loss, optimizer, mesh=mesh)
+    program = jax.jit(lambda state, key, ids: on_four(state, ids, key)).lower(*given).compile()
+    alone = jax.jit(common.make_step(loss, optimizer))(state, ids, key)
+    pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(program(*given)), strict=True)
+    summed, moved = collectives(program.as_text())
+    return {
+        "error": max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs),
+        "summed": summed, "moved": moved, "vocabulary": list(model.bert.embeddings.word.shape),
     }  # fmt: skip
 
 
@@ -428,7 +468,8 @@ def explicit() -> list[tuple[str, str | None]]:
 def in_process(devices: int, *arguments: str) -> None:
     """Runs this file as a program with this number of CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    more = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | more
     subprocess.run([sys.executable, __file__, *arguments], env=environment, check=True, timeout=600)
 
 
@@ -489,6 +530,14 @@ def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
     assert found["error"] < 2e-6
     assert [shape for shape in found["summed"] if shape[:2] == [B // 2, T]] == [[B // 2, T, W]] * 4
     assert sorted(found["moved"]) == [[3, W], [W, 3, W]]
+    assert found["refused"] == "join_kernels: the kernels of the model are divided among devices"
+
+
+def test_training_step_sums_a_tied_vocabulary_once(measured):
+    found = measured["step"]
+    assert found["error"] < 2e-6
+    assert [shape for shape in found["summed"] if shape == found["vocabulary"]] == [found["vocabulary"]]
+    assert not found["moved"]
 
 
 @pytest.mark.parametrize("case", SOME_MODELS, ids=lambda case: case[0])
@@ -643,7 +692,7 @@ def test_signal_to_one_process_stops_both_after_the_same_step(trained, tmp_path)
 
 
 def measure_all(file: str, wanted: str) -> None:
-    results: dict[str, Any] = {"model": measure_model()}
+    results: dict[str, Any] = {"model": measure_model(), "step": measure_step()}
     for name, case in ops().items():
         for i in case.implementations:
             if kinds := tuple(kind for kind in case.kinds if f"{name} {i} {kind}" in json.loads(wanted)):

@@ -2,7 +2,8 @@
 
 from jaxft.models.flax_attention import attention_fn
 from jaxft.models.float8 import Float8Recipe, quantize
+from jaxft.models.joined import join_kernels
 from jaxft.models.partition import partition_specs
 from jaxft.ops.float8 import count_clipped
 
-__all__ = ["Float8Recipe", "attention_fn", "count_clipped", "partition_specs", "quantize"]
+__all__ = ["Float8Recipe", "attention_fn", "count_clipped", "join_kernels", "partition_specs", "quantize"]

@@ -23,7 +23,7 @@ from jaxft.models.config import BertConfig
 from jaxft.models.float8 import FILE, Float8Recipe, as_recipe, read_settings, written_settings
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
 from jaxft.models.positions import alibi_table, bucket_table, disentangled_attention
-from jaxft.ops import checks, float8
+from jaxft.ops import checks, float8, matrix_view
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -31,10 +31,12 @@ from jaxft.ops.dense_rotary import dense_rotary
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.matrix_view import MatrixView
 from jaxft.ops.rotary import rotary
 
 _log = logging.getLogger("jaxft")
 _NO_TRAINING = "BertModel: a model in float8 cannot be trained; train in 16 or 32 bits, then quantize"
+_KERNELS = "qkv", "out", "ffn_in", "ffn_out"  # of a layer, in the order of their use
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
 
@@ -236,6 +238,7 @@ class BertLayer(nnx.Module):
         self.ffn_norm_gamma, self.ffn_norm_beta = options.norm(rngs, width)
         self.recipe: Float8Recipe | None = None  # of a layer in float8, which also has the scales of its kernels
         self.has_next = False
+        self.views: tuple[tuple[int, tuple[int, int]], ...] = ()  # first row and shape of each of the joined kernels
 
     def not_in_float8(self) -> str | None:
         """Returns the reason why `quantize` leaves the layer in 16 bits, or None."""
@@ -254,11 +257,47 @@ class BertLayer(nnx.Module):
     def quantize(self, recipe: Float8Recipe, *, has_next: bool) -> None:
         """Rounds the kernels to float8, stored as `[F, K]`. With `has_next`, a layer in float8 comes next."""
         self.recipe, self.has_next = recipe, has_next
-        for name in ("qkv", "out", "ffn_in", "ffn_out"):
-            kernel = getattr(self, f"{name}_kernel").get_value()
+        for name in _KERNELS:
+            kernel, _ = matrix_view.split(self.stored_kernel(name))
             run: Any = functools.partial(jax.eval_shape, recipe.kernel) if _is_shape(kernel) else recipe.kernel
             for suffix, array in zip(("kernel", "scale"), run(kernel), strict=True):
                 setattr(self, f"{name}_{suffix}", nnx.Param(array))
+        if self.views:
+            self.views = ()
+            del self.kernels
+
+    def join_kernels(self) -> None:
+        """Replaces the four kernels by one array, see `jaxft.models.join_kernels`."""
+        kernels = [] if self.views else [getattr(self, f"{name}_kernel").get_value() for name in _KERNELS]
+        problem = None
+        if self.views:
+            problem = "are joined already"
+        elif self.recipe is not None:
+            problem = "are in float8"
+        elif any(map(_is_shape, kernels)):
+            problem = "have no values yet"
+        elif len({x.dtype for x in kernels}) > 1:
+            problem = "have several dtypes"
+        elif any(isinstance(x, Array) and len(x.sharding.device_set) > 1 for x in kernels):
+            problem = "are divided among devices"
+        if problem is not None:
+            raise ValueError(f"join_kernels: the kernels of the model {problem}")
+        # On the host: XLA would compile a program for it on the device.
+        views = matrix_view.join(jax.device_get(kernels))
+        is_committed = isinstance(kernels[0], Array) and kernels[0].committed
+        joined = jax.device_put(views[0].joined, kernels[0].sharding if is_committed else None)
+        self.kernels, self.views = nnx.Param(joined), tuple((view.first, view.shape) for view in views)
+        for name in _KERNELS:
+            delattr(self, f"{name}_kernel")
+
+    def stored_kernel(self, name: str) -> Any:
+        """Returns the kernel "qkv", "out", "ffn_in" or "ffn_out" in its own dtype: an array, or a view of one."""
+        if not self.views:
+            return getattr(self, f"{name}_kernel").get_value()
+        return MatrixView(self.kernels.get_value(), *self.views[_KERNELS.index(name)])
+
+    def _kernel(self, name: str, dtype: DTypeLike) -> Any:
+        return self.stored_kernel(name).astype(dtype)
 
     def _scale(self, name: str) -> Array:
         return getattr(self, f"{name}_scale")[...]
@@ -304,7 +343,7 @@ class BertLayer(nnx.Module):
         attended = self._attend(x, places, dropout.options(config.attention_probs_dropout_prob, of_probabilities))
         gamma, beta = norms[0]
         out = dense_residual_layer_norm(
-            attended, self.out_kernel[...].astype(x.dtype), value(self.out_bias), residual, gamma, beta,
+            attended, self._kernel("out", x.dtype), value(self.out_bias), residual, gamma, beta,
             epsilon=config.layer_norm_eps, return_sum=config.norm_first, implementation=self.options.implementation,
             **dropout.options(rate, of_attention),
         )  # fmt: skip
@@ -312,18 +351,18 @@ class BertLayer(nnx.Module):
         gamma, beta = norms[1]
         if config.model_type == "gte" and of_ffn is not None:  # the gated activation has dropout too
             inner = dense(
-                x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias), activation=config.activation,
+                x, self._kernel("ffn_in", x.dtype), value(self.ffn_in_bias), activation=config.activation,
                 gate=config.activated_half, implementation=self.options.implementation,
             )  # fmt: skip
             out = dense_residual_layer_norm(
-                drop(inner, rate, jax.random.fold_in(of_ffn, 0)), self.ffn_out_kernel[...].astype(x.dtype),
+                drop(inner, rate, jax.random.fold_in(of_ffn, 0)), self._kernel("ffn_out", x.dtype),
                 value(self.ffn_out_bias), residual, gamma, beta, epsilon=config.layer_norm_eps,
                 implementation=self.options.implementation, **dropout.options(rate, of_ffn),
             )  # fmt: skip
             return out, out
         out = feed_forward_residual_layer_norm(
-            x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-            self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
+            x, self._kernel("ffn_in", x.dtype), value(self.ffn_in_bias),
+            self._kernel("ffn_out", x.dtype), value(self.ffn_out_bias), gamma, beta,
             activation=config.activation, gate=config.activated_half, epsilon=config.layer_norm_eps,
             residual=residual if config.norm_first else None, return_sum=config.norm_first,
             implementation=self.options.implementation, **dropout.options(rate, of_ffn),
@@ -358,8 +397,10 @@ class BertLayer(nnx.Module):
 
     def _qkv(self, x: Array) -> Array:
         if self.recipe is None:
+            kernel, bias = self._kernel("qkv", self.options.dtype), value(self.qkv_bias)
+            if self.views:
+                return dense(x, kernel, bias, implementation=self.options.implementation)
             # In three parts, so that devices can divide the heads.
-            kernel, bias = self.qkv_kernel[...].astype(self.options.dtype), value(self.qkv_bias)
             parts = 3, kernel.shape[1] // 3
             return dense(
                 x, kernel.reshape(-1, *parts), None if bias is None else bias.reshape(parts),
@@ -379,7 +420,7 @@ class BertLayer(nnx.Module):
         }
         if places.positions is not None and self.recipe is None:
             qkv = dense_rotary(
-                x, self.qkv_kernel[...].astype(x.dtype), value(self.qkv_bias), places.positions, places.theta,
+                x, self._kernel("qkv", x.dtype), value(self.qkv_bias), places.positions, places.theta,
                 num_heads=heads, **rotation,
             )  # fmt: skip
         else:
@@ -409,7 +450,8 @@ class BertLayer(nnx.Module):
         """Computes DeBERTa's attention of `qkv` `[B, T, 3, N, H]` and the embeddings of relative positions."""
         config = self.options.config
         two = 2 * config.hidden_size
-        matrix, bias = self.qkv_kernel[...][:, :two].astype(qkv.dtype), value(self.qkv_bias)
+        kernel, _ = matrix_view.split(self.stored_kernel("qkv"))
+        matrix, bias = kernel[:, :two].astype(qkv.dtype), value(self.qkv_bias)
         bias = None if bias is None else bias[:two]
         key = options.get("dropout_rng")
         key = None if key is None else jax.random.fold_in(key, 0)
@@ -823,6 +865,12 @@ def load_model(
 def checkpoint_of(model: nnx.Module, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the files of a checkpoint by name, from the model and the content of its config.json."""
     parameters = {name: p.get_value() for name, p in named_parameters(model).items()}
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, BertLayer) and layer.views:
+            prefix = ".".join(map(str, path)).removeprefix("bert.")
+            del parameters[f"{prefix}.kernels"]
+            for name in _KERNELS:
+                parameters[f"{prefix}.{name}_kernel"], _ = matrix_view.split(layer.stored_kernel(name))
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     if encoder.recipe is None:
         tensors = checkpoint_tensors.named_tensors(encoder.config.model_type, parameters)

@@ -74,7 +74,7 @@ def _parts(model: nnx.Module) -> list[_Part]:
 
 
 class _Last(NamedTuple):
-    """What a call of `Bundled` has found. It has weak references to arrays, so that a replaced array is freed."""
+    """The arrays that a call of `Bundled` found, as weak references, so that a replaced array is freed."""
 
     structure: Any
     leaves: list[weakref.ref[Any]]

@@ -45,7 +45,7 @@ def partition_specs(
 
     Raises:
       TypeError: `module` is not an NNX module, `fsdp` is not a boolean, or an axis is not a string.
-      ValueError: both axes have the same name.
+      ValueError: both axes have the same name, or matrices are to be divided that `join_kernels` has joined.
     """
     where = "partition_specs"
     if not isinstance(module, nnx.Module):
@@ -60,6 +60,8 @@ def partition_specs(
 
     parameters = nnx.state(module)
     shapes = {path: jnp.shape(x) for path, x in jax.tree.leaves_with_path(parameters)}
+    if (model_axis is not None or fsdp) and any(_name(path) == "kernels" for path in shapes):
+        raise ValueError(f"{where}: kernels that jaxft.models.join_kernels has joined cannot be divided among devices")
     columns = {_name(path): shape[-1] for path, shape in shapes.items()}
     rows = {_name(path): shape[0] for path, shape in shapes.items() if shape}
     has_gate = columns.get("ffn_in_kernel") != rows.get("ffn_out_kernel")

@@ -15,7 +15,8 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, float8, plans, sharding, transforms
+from jaxft.ops import checks, float8, matrix_view, plans, sharding, transforms
+from jaxft.ops.matrix_view import MatrixView
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -91,6 +92,7 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
+    kernel, view = matrix_view.split(kernel)
     x, kernel = checks.as_factors(op, x, kernel, with_parts=True)
     parts = kernel.shape[1:]
     if len(parts) == 2:
@@ -121,7 +123,7 @@ def dense(
     plans.record(op, arrays, plan)
     if len(parts) == 2:  # so that devices can divide each part
         kernel, bias = kernel.reshape(kernel.shape[0], *parts), None if bias is None else bias.reshape(parts)
-    return run(x, kernel, bias, residual, plan)
+    return run(x, kernel, bias, residual, plan, view)
 
 
 def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation):
@@ -156,6 +158,7 @@ class Plan(plans.Plan):
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
     gate: str | None = None
     plain: bool = False  # plain jnp, which JAX differentiates
+    first_row: int | None = None  # of a `MatrixView`, whose `stack` is the kernel then
 
     @property
     def is_one_kernel(self) -> bool:
@@ -216,10 +219,17 @@ def plan_of(
     return plan(forward=Pass(backend, config), backward=backward, **plans.of_choice(choice) | {"why": why})
 
 
-def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
-    """Computes the layer. x has any axes of rows. If nothing follows the bias, kernel and bias have any of columns."""
+def run(
+    x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan, view: MatrixView | None = None
+) -> Array:  # fmt: skip
+    """Computes the layer. x has any axes of rows. If nothing follows the bias, kernel and bias have any of columns.
+
+    If the kernel is a `view`, Triton reads it in place.
+    """
     if plan.plain:
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
+    if view is not None and plan.forward.backend == "triton":
+        kernel, plan = view.stack(), dataclasses.replace(plan, first_row=view.first)
     return _kernels_jit(x, kernel, bias, residual, plan)
 
 
@@ -239,16 +249,21 @@ def _in_two_dimensions(layer):
     """Returns a function of the arrays of a layer that flattens their rows and columns, and unflattens the results."""
 
     def run(x, kernel, bias, residual):
-        depth, parts = kernel.shape[0], kernel.shape[1:-1]
+        parts = kernel.shape[1:-1]
         rows, tokens = math.prod(x.shape[:-1]), x.shape[:-1]
         found = layer(
-            x.reshape(rows, depth), kernel.reshape(depth, math.prod(kernel.shape[1:])),
+            x.reshape(rows, x.shape[-1]), kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:])),
             None if bias is None else bias.reshape(math.prod(kernel.shape[1:])),
             None if residual is None else residual.reshape(rows, residual.shape[-1]),
         )  # fmt: skip
         return jax.tree.map(lambda y: y.reshape(*tokens, *parts, y.shape[1] // math.prod(parts)), found)
 
     return run
+
+
+def matrix(x: Array, kernel: Array, plan: Any) -> Array:
+    """Returns the matrix that multiplies x: the kernel, or the rows of a `MatrixView` in a joined array."""
+    return kernel if plan.first_row is None else kernel[plan.first_row : plan.first_row + x.shape[-1]]
 
 
 def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
@@ -262,7 +277,7 @@ def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _kernels_jit(x, kernel, bias, residual, plan):
-    carriers = product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual)
+    carriers = product_carrier(x, matrix(x, kernel, plan), plan), *transforms.wide_carriers(bias, residual)
     *arrays, of_product, of_bias, of_residual = transforms.vary_alike(x, kernel, bias, residual, *carriers)
     return kernels(*arrays, (of_product, of_bias, of_residual), plan)
 
@@ -282,6 +297,7 @@ def kernels(x, kernel, bias, residual, carriers, plan):
         return _one_kernel(x, kernel, bias, residual, plan)[0]
 
     def plain(x, kernel, bias, residual):
+        kernel = matrix(x, kernel, plan)
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
 
     run = transforms.mappable(lambda _, *arrays: by_kernels(*arrays), plain, plan, _rule(plan, x, kernel))
@@ -310,6 +326,8 @@ def _rule(plan, x, kernel, also=None):
     """Returns the rule of a layer, or of a layer whose kernel also returns what a gradient needs."""
     rows, columns, out = _names(plan, x, kernel)
     dtype, x_ndim, kernel_ndim = x.dtype, x.ndim, kernel.ndim
+    if plan.first_row is not None:  # devices divide the rows of x only: other matrices lie in the same array
+        return Rule("dense", f"{rows} K, J F, F, {rows} G", f"{rows} G")
 
     def by_parts(over, x, kernel, bias=None, residual=None):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
@@ -340,7 +358,7 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
     if plan.forward.backend == "triton":
         found = triton.forward(
             x, kernel, bias, residual, activation=plan.activation, gate=plan.gate, precision=plan.kernel_precision,
-            config=config, interpret=plan.interpret, also_product=also == "matmul",
+            config=config, interpret=plan.interpret, also_product=also == "matmul", first_row=plan.first_row or 0,
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -379,6 +397,7 @@ def _epilogue(y, bias, residual, plan, in_place):
 
 
 def _fwd(x, kernel, bias, residual, carriers, plan):
+    kernel, plan = matrix(x, kernel, plan), dataclasses.replace(plan, first_row=None)
     if plan.activation is not None:
         saves_sum = plan.forward.backend == "mosaic_gpu"
 

@@ -13,7 +13,8 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
-from jaxft.ops import checks, dense, float8, layer_norm, plans, sharding, transforms
+from jaxft.ops import checks, dense, float8, layer_norm, matrix_view, plans, sharding, transforms
+from jaxft.ops.matrix_view import MatrixView
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -83,6 +84,7 @@ def dense_residual_layer_norm(
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
+    kernel, view = matrix_view.split(kernel)
     x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
     scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
@@ -114,7 +116,7 @@ def dense_residual_layer_norm(
         return found if len(found) > 1 else found[0]
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
-    out = run(x, kernel, residual, bias, gamma, beta, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
+    out = run(x, kernel, residual, bias, gamma, beta, dropout_rng if plan.dropout_rate > 0.0 else None, plan, view)
     return out if return_sum else out[0]
 
 
@@ -131,6 +133,7 @@ class Plan(plans.Plan):
     return_sum: bool
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
+    first_row: int | None = None  # of a `MatrixView`, whose `stack` is the kernel then
     matmul_adds: bool = False  # whether the matmul of float8 adds bias and residual, and not the LayerNorm
 
 
@@ -211,24 +214,25 @@ def run_float8(
 
 def run(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
-    rng: Array | None, plan: Plan,
+    rng: Array | None, plan: Plan, view: MatrixView | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the normalised array, and the sum if the plan asks for it. x and residual have any axes of rows."""
-    arrays = x, kernel, residual, bias, gamma, beta, rng
+    """Computes the normalised array, and the sum if the plan asks for it. x and residual have any axes of rows.
+
+    If the kernel is a `view`, Triton reads it in place.
+    """
     if plan.forward.backend == "ops":
-        return _two_ops(*arrays, plan)
-    return _result_jit(*arrays, plan)
-
-
-def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
-    matmul, norm = plan.backward.config
-    y = dense.run(x, kernel, None, None, matmul)
-    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
+        matmul, norm = plan.forward.config
+        y = dense.run(x, kernel, None, None, matmul, view)
+        return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
+    if view is not None and plan.forward.backend == "triton":
+        kernel, plan = view.stack(), dataclasses.replace(plan, first_row=view.first)
+    return _result_jit(x, kernel, residual, bias, gamma, beta, rng, plan)
 
 
 @functools.partial(jax.jit, static_argnums=7)
 def _result_jit(x, kernel, residual, bias, gamma, beta, rng, plan):
-    carriers = dense.product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual, gamma, beta)
+    product = dense.product_carrier(x, dense.matrix(x, kernel, plan), plan)
+    carriers = product, *transforms.wide_carriers(bias, residual, gamma, beta)
     every = transforms.vary_alike(x, kernel, residual, bias, gamma, beta, rng, *carriers)
     return _result(*every[:7], tuple(every[7:]), plan)
 
@@ -239,8 +243,8 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
 
     def plain(x, kernel, residual, bias, gamma, beta, rng):
         out = reference.dense_residual_layer_norm(
-            x, kernel, bias, residual, gamma, beta, precision=plan.precision, epsilon=plan.epsilon,
-            dropout_rate=plan.dropout_rate, dropout_rng=rng, return_sum=plan.return_sum,
+            x, dense.matrix(x, kernel, plan), bias, residual, gamma, beta, epsilon=plan.epsilon,
+            dropout_rate=plan.dropout_rate, dropout_rng=rng, return_sum=plan.return_sum, precision=plan.precision,
         )  # fmt: skip
         return out if plan.return_sum else (out,)
 
@@ -253,8 +257,10 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
     run = plain
     if plan.forward.backend != "xla":
         rows = sharding.rows_of(x.shape[:-1], dropout=rng is not None)
+        # Devices do not divide a `MatrixView`: other matrices lie in the same array.
+        k = "k" if plan.first_row is None else "K"
         rule = Rule(
-            "dense_residual_layer_norm", f"{rows} k, k D, {rows} D, D, D, D, key({rows})", f"{rows} D, {rows} D",
+            "dense_residual_layer_norm", f"{rows} {k}, {k} D, {rows} D, D, D, D, key({rows})", f"{rows} D, {rows} D",
             contracted={"k": by_parts},
         )  # fmt: skip
         run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
@@ -265,7 +271,7 @@ def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
         float8.rows_of(x), kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
-        interpret=plan.interpret, splits=split.splits,
+        interpret=plan.interpret, splits=split.splits, first_row=plan.first_row or 0,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
     out = triton_norm.forward(
@@ -278,7 +284,7 @@ def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
     matmul, norm = plan.backward.config
 
-    y = dense.run(x, kernel, None, None, matmul)
+    y = dense.run(x, dense.matrix(x, kernel, plan), None, None, matmul)
     return jax.vjp(lambda *carriers: layer_norm.run(y, bias, residual, gamma, beta, rng, norm, carriers), *carriers)
 
 

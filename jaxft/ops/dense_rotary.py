@@ -13,7 +13,7 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import rotary as triton_rotary
-from jaxft.ops import checks, dense, plans, rotary, sharding, transforms
+from jaxft.ops import checks, dense, matrix_view, plans, rotary, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -66,6 +66,7 @@ def dense_rotary(
     Source: Su et al., "RoFormer", 2021, with the halves of a head as pairs, as in GPT-NeoX.
     """
     op = "dense_rotary"
+    kernel, view = matrix_view.split(kernel)
     x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
     bias = checks.as_vector(op, "bias", bias, width)
@@ -90,7 +91,8 @@ def dense_rotary(
     parts = kernel.reshape(depth, 3, width // 3), None if bias is None else bias.reshape(3, width // 3)
     if plan.forward.backend == "ops":
         matmul, rotation = plan.forward.config
-        return rotary.run(dense.run(x, *parts, None, matmul).reshape(shape), positions, rotation)
+        parts = parts if view is None else (kernel, bias)  # devices do not divide a view
+        return rotary.run(dense.run(x, *parts, None, matmul, view).reshape(shape), positions, rotation)
     return _result_jit(arrays[0], *parts, rotary.periodic(positions, tokens), plan).reshape(shape)
 
 

@@ -12,7 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, sharding, transforms
+from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, matrix_view, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -109,6 +109,7 @@ def feed_forward_residual_layer_norm(
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
     op = _OP
+    (in_kernel, in_view), (out_kernel, out_view) = map(matrix_view.split, (in_kernel, out_kernel))
     x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
     out_kernel = checks.as_term(
@@ -153,7 +154,7 @@ def feed_forward_residual_layer_norm(
     plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)
     plans.record(op, arrays, plan)
     rng = dropout_rng if dropout_rate > 0.0 else None
-    out = _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan)
+    out = _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan, in_view, out_view)
     return out if return_sum else out[0]
 
 
@@ -239,12 +240,12 @@ def _float8(op, x, residual, arrays, kernel_scales, scales, activation, options,
     return dense_layer_norm.run_float8(h, out_kernel, residual, *rest, rng, second)
 
 
-def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):
+def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan, in_view, out_view):
     residual = x if residual is None else residual
     if plan.backward.backend == "ops":
         first, second = plan.forward.config
-        h = dense.run(x, in_kernel, in_bias, None, first)
-        return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second)
+        h = dense.run(x, in_kernel, in_bias, None, first, in_view)
+        return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second, out_view)
     *_, last = plan.forward.config
     y = _products_jit(x, in_kernel, in_bias, out_kernel, plan)
     return layer_norm.run(y, out_bias, residual, gamma, beta, rng, last)
@@ -282,10 +283,14 @@ def _outer_gradient(dy, h, out_kernel, plan):
     """Computes the gradient of the kernel of h @ out_kernel, in float32 if JAX adds up gradients of examples."""
 
     def gradient(shared, dy, h, out_kernel):
-        product = functools.partial(
-            jnp.matmul, precision=plan.precision, preferred_element_type=jnp.float32 if shared[2] else None
-        )
-        out, pull_back = jax.vjp(functools.partial(product, h), reference.wide(out_kernel) if shared[2] else out_kernel)
+        if shared[2]:  # factors in 16 bits, whose products are added up in float32
+            rows = tuple(range(h.ndim - 1))
+            return jax.lax.dot_general(
+                *reference.matmul_factors(h, dy.astype(h.dtype)), ((rows, rows), ((), ())), precision=plan.precision,
+                preferred_element_type=reference.wide_dtype(h),
+            )  # fmt: skip
+        product = functools.partial(jnp.matmul, h, precision=plan.precision)
+        out, pull_back = jax.vjp(product, out_kernel)
         return reference.wide(pull_back(dy.astype(out.dtype))[0])
 
     plain = functools.partial(gradient, (False,) * 3)

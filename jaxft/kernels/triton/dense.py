@@ -49,7 +49,7 @@ def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
 def _fwd_kernel(
     x_ref, kernel_ref, scale_ref, bias_ref, residual_ref, y_ref, product_ref=None,
     *, activation: str | None, gate: str | None, splits: int, precision: str, x_scale: float,
-    float8_scale: float | None, config: DenseConfig,
+    float8_scale: float | None, first_row: int, config: DenseConfig,
 ):  # fmt: skip
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     rows, depth = x_ref.shape
@@ -72,7 +72,8 @@ def _fwd_kernel(
 
     def load_weights(at, start, mask):
         if not transposed:
-            return common.load(kernel_ref.at[common.span(start, block_k), common.span(at, block_n)], mask=mask)
+            rows = common.span(first_row + start, block_k)
+            return common.load(kernel_ref.at[rows, common.span(at, block_n)], mask=mask)
         return common.load(kernel_ref.at[common.span(at, block_n), common.span(start, block_k)], mask=mask.T)
 
     def add_block(k, accs, *, masked):
@@ -153,13 +154,15 @@ def forward(
     x_scale: float = 1.0,
     dtype: Any = None,
     float8_scale: float | None = None,
+    first_row: int = 0,
 ) -> list[Array]:
     """Computes activation(x @ kernel + bias) + residual, `[M, F]`, from x `[M, K]` and kernel `[K, F]`; returns a list.
 
     With a `gate`, "first" or "second", the result is activation(gate) * other + residual, `[M, F // 2]`. With
     `also_product`, x @ kernel follows the result. With `splits` above 1 (split-K) the result is the partial sums
     of x @ kernel, float32 `[splits, M, F]`. The caller passes no bias, activation or residual then, and the kernel that
-    reads the partial sums adds them up. See `jaxft.kernels.mosaic_gpu.dense.forward` for the arguments of float8.
+    reads the partial sums adds them up. With `first_row`, `kernel` has more rows, and its K rows from that one on are
+    multiplied. See `jaxft.kernels.mosaic_gpu.dense.forward` for the arguments of float8.
     """
     rows, width = x.shape[0], kernel.shape[1]
     product = jax.ShapeDtypeStruct((rows, width), x.dtype)
@@ -179,6 +182,7 @@ def forward(
             precision=precision,
             x_scale=x_scale,
             float8_scale=float8_scale,
+            first_row=first_row,
             config=config,
         ),
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
