@@ -633,7 +633,10 @@ def _run_latency(args: argparse.Namespace) -> None:
 def _run_fuse(args: argparse.Namespace) -> None:
     sys.path.insert(0, os.getcwd())
     function, given = _named_object(args.function), _named_object(args.args)
-    arguments = given() if callable(given) else given
+    try:
+        arguments = given() if callable(given) else given
+    except Exception as error:  # code of the user
+        raise _UserError(f"--args {args.args} raised {type(error).__name__}: {error}") from error
     if not isinstance(arguments, tuple):
         raise _UserError(f"--args {args.args} must be a tuple of arguments, got {type(arguments).__name__}")
     from jaxft.fusion.transform import fuse
@@ -656,6 +659,8 @@ def _named_object(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise _UserError(f"cannot find {name}: {error}") from error
+    except Exception as error:  # code of the user
+        raise _UserError(f"importing {name} raised {type(error).__name__}: {error}") from error
 
 
 def _device() -> dict[str, str]:

@@ -404,15 +404,9 @@ def one_hot_loss(x, table, labels, keep):  # a label of -1 is no class, and has 
     return (losses * keep).sum() / keep.sum()
 
 
-def lse_loss(x, table):
-    logits = x @ table
-    return (jax.nn.logsumexp(logits, -1) - jnp.sum(logits * (IDS[..., None] == jnp.arange(V)), -1)).mean()
-
-
 case("one-hot labels of optax", one_hot_loss, {LOSS: 1}, (B, T, D), (D, V), others=(IDS - 1, PAD))
 case("one-hot labels summed at once", lambda x, w: -jnp.sum(jax.nn.one_hot(IDS, V) * jax.nn.log_softmax(x @ w)) / T,
      {LOSS: 1}, (B, T, D), (D, V))  # fmt: skip
-case("one-hot labels of logits", lse_loss, {LOSS: 1}, (B, T, D), (D, V))
 case("a row and a label of each", lambda x, w: -jax.nn.log_softmax(x @ w)[jnp.arange(T), IDS[0]].mean(), {LOSS: 1},
      (T, D), (D, V))  # fmt: skip
 case("smoothed labels", lambda x, w: optax.softmax_cross_entropy(

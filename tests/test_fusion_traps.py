@@ -135,6 +135,28 @@ TRAPS = {
         lambda x, w: jax.nn.gelu(jax.lax.dot_general(
             x, w.astype(jnp.bfloat16), (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)),
         [ROWS, TABLE], "dense"),
+    "a matmul with a narrower result": (
+        lambda x, w, r: norm_of(r + jax.lax.dot_general(
+            x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16).astype(jnp.float32)),
+        [ROWS, SQUARE, ROWS], DRLN),
+    "a matmul with a result of the other 16 bits": (
+        lambda x, w: jax.nn.relu(jax.lax.dot_general(
+            x.astype(jnp.float16), w.astype(jnp.float16), (((2,), (0,)), ((), ())),
+            preferred_element_type=jnp.bfloat16)), [ROWS, TABLE], DENSE),
+    "a matmul for each example": (
+        lambda x, w, b: jax.nn.gelu(jnp.einsum("btd,bd->bt", x, w) + b), [ROWS, (4, D), (4,)], DENSE),
+    "a matmul over the rows": (
+        lambda x, w, b: jax.nn.gelu(jax.lax.dot_general(x, w, (((0,), (0,)), ((), ()))) + b),
+        [SQUARE, SQUARE, VECTOR], DENSE),
+    "a norm of twice an array": (lambda x: norm_of(x + x), [ROWS], "bias_residual_layer_norm"),
+    "embeddings whose sum is used twice": (
+        lambda w, p: (lambda x: (norm_of(x), x))(w[jnp.arange(8).reshape(2, 4)] + p), [(9, D), (4, D)],
+        "embeddings_layer_norm"),
+    "a loss whose rows are used twice": (
+        lambda x, w: (lambda rows: jnp.sum(rows) + jnp.max(rows))(losses(x, w)), [ROWS, TABLE], LOSS),
+    "a loss whose log-softmax is used twice": (
+        lambda x, w: (lambda y: jnp.max(y) - jnp.sum(y[jnp.arange(4), 0]))(jax.nn.log_softmax(x @ w)),
+        [(4, D), TABLE], LOSS),
     "a feed-forward of two precisions": (
         lambda x, w, out: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
             x + jax.nn.gelu(jnp.dot(x, w, precision="default")) @ out), [ROWS, (D, F), (F, D)], FF),
@@ -212,7 +234,21 @@ VALUES = {
         OTHER, jax.nn.softmax(jnp.where(OTHER, s, -1e9)).swapaxes(2, 3), 0).swapaxes(2, 3)),
     "another mask of the probabilities": attention(lambda s, m: jnp.where(
         OTHER, softmax_of(lambda s: jnp.where(m, jnp.exp(s), 0))(s), 0)),
+    "embeddings that are 0 beyond the table": one_of(
+        lambda w, p: norm_of(w.at[jnp.arange(8).reshape(2, 4) * 2].get(mode="fill", fill_value=0) + p), (9, D), (4, D)),
+    "transposed positions": one_of(
+        lambda w, p: norm_of(w[jnp.arange(2 * D).reshape(2, D) % 9] + p.T), (9, D), SQUARE),
+    "a loss by its normaliser": one_of(
+        lambda x, w: jnp.sum(jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[jnp.arange(4), 0]), (4, D), TABLE),
+    "twice the embeddings of words": one_of(
+        lambda w, p: norm_of(2 * w[jnp.arange(8).reshape(2, 4)] + p), (9, D), (4, D)),
+    "a loss plus a number for each row": one_of(
+        lambda x, w, r: jnp.sum(jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[jnp.arange(4), 0] + r), (4, D), TABLE, (4,)),
+    "a feed-forward with another residual": one_of(
+        lambda x, w, o, r: norm_of(jax.nn.gelu(x @ w) @ o + r), (B, T, D), (D, F), (F, D), (B, T, D)),
     "two masks": attention(lambda s, m: jax.nn.softmax(jnp.where(OTHER, jnp.where(m, s, -1e9), -1e9))),
+    "one of two masks after the softmax": attention(lambda s, m: jnp.where(OTHER, jax.nn.softmax(
+        jnp.where(OTHER, jnp.where((jnp.arange(T)[:, None] != 3) | ~OTHER, s, -1e9), -1e9)), 0)),
     "a softmax with a mask of masked logits": attention(lambda s, m: jax.nn.softmax(
         jnp.where(m, s, -1e9), where=(jnp.arange(T)[:, None] > 0) | (jnp.arange(T) >= T - 2))),
     "two masks of different values": attention(
@@ -242,6 +278,14 @@ VALUES = {
     "a loss of labels that do not exist": lambda: (
         lambda x, w, labels: -jnp.sum(jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(labels, V), -1)),
         [normal(0, 16, D), normal(1, D, V), jnp.arange(16) * 7 - 9]),
+    "a loss of one-hot logits with labels that do not exist": lambda: (
+        lambda x, w, labels: jnp.sum(
+            jax.nn.logsumexp(x @ w, -1) - jnp.sum((x @ w) * jax.nn.one_hot(labels, V), -1)),
+        [normal(0, 16, D), normal(1, D, V), jnp.arange(16) * 7 - 9]),
+    "a loss of logits that are 0 for labels that do not exist": lambda: (
+        lambda x, w, labels: jnp.sum(jax.nn.logsumexp(x @ w, -1) - jnp.take_along_axis(
+            x @ w, labels[:, None], -1, mode="fill", fill_value=0)[:, 0]),
+        [normal(0, 16, D), normal(1, D, V), jnp.arange(16) * 7]),
     "a loss with a mask that is inverted": one_of(
         lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
     "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),

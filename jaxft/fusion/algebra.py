@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft.fusion.graph import IDENTITIES, Graph, Var
+from jaxft.fusion.graph import ELEMENTWISE, IDENTITIES, Graph, Node, Var
 
 Map = tuple[int | None, ...]
 Term = tuple[float, Var | None, Map | None]  # coefficient, value, map; see `terms`
@@ -233,3 +233,27 @@ def factors(
 
     collect(v, where, 1)
     return coefficient, [(v, where, power) for (v, where), power in found.items()]
+
+
+def makers(g: Graph, v: Var, name: str) -> list[Node]:
+    """Returns the nodes called `name` from whose results `v` is computed, element by element and of the same size."""
+    size, stack, seen, found = v.size, [g.find(v)], set[Var](), list[Node]()
+    while stack:
+        v = stack.pop()
+        node = g.defs.get(v)
+        if v in seen or node is None or v.size != size:
+            continue
+        seen.add(v)
+        step = view(g, v)
+        if step is not None:
+            stack.append(step[0])
+        elif node.name == name:
+            found.append(node)
+        elif node.name in ELEMENTWISE:
+            stack += map(g.find, node.ins)
+    return found
+
+
+def has_product(g: Graph, v: Var) -> bool:
+    """Returns whether `v` is computed, element by element, from a matmul of the same size."""
+    return bool(makers(g, v, "dot_general"))

@@ -8,8 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, source, strip, view, widens, widest
-from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
+from jaxft.fusion.algebra import (
+    FLOATS,
+    Map,
+    has_product,
+    identity,
+    is_like,
+    makers,
+    source,
+    strip,
+    view,
+    widens,
+    widest,
+)
+from jaxft.fusion.graph import Graph, Node, Var
 from jaxft.fusion.rows import Mask, Softmax, mask_after, read_softmax
 from jaxft.fusion.site import (
     Options,
@@ -55,25 +67,6 @@ class Logits:
     is_biased_after: bool = False
 
 
-def _has_product(g: Graph, v: Var) -> bool:
-    """Returns whether `v` is computed, element by element, from a matmul of the same size."""
-    size, stack, seen = v.size, [g.find(v)], set[Var]()
-    while stack:
-        v = stack.pop()
-        node = g.defs.get(v)
-        if v in seen or node is None or v.size != size:
-            continue
-        seen.add(v)
-        step = view(g, v)
-        if node.name == "dot_general" and step is None:
-            return True
-        if step is not None:
-            stack.append(step[0])
-        elif node.name in ELEMENTWISE:
-            stack += map(g.find, node.ins)
-    return False
-
-
 def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
     factors: list[tuple[Var, Map, int]] = []
     biases: list[tuple[float, Var, Map]] = []
@@ -94,7 +87,7 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
         elif node.name == "neg":
             v, scale = a, -scale
         elif node.name in ("add", "sub", "mul", "div"):
-            first, second = _has_product(g, a), _has_product(g, b)
+            first, second = has_product(g, a), has_product(g, b)
             need(
                 first != second, "the logits are computed from two matmuls" if first else "the logits are not a matmul"
             )
@@ -109,7 +102,7 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
                 need(node.name == "mul" or first, "something is divided by the logits")
                 factors.append((*of_other, 1 if node.name == "mul" else -1))
         elif node.name == "select_n" and len(node.ins) == 3:
-            chosen = [x for x in node.ins[1:] if _has_product(g, x)]
+            chosen = [x for x in node.ins[1:] if has_product(g, x)]
             low = g.number(strip(g, node.ins[1 if node.ins[2] in chosen else 2])[0])
             need(len(chosen) == 1 and isinstance(low, float), "the logits are selected from two arrays")
             assert low is not None
@@ -264,6 +257,7 @@ def _read_layout(g: Graph, found: Softmax, logits: Logits, pv: Node, p_side: int
     roles += [(0, a) for a in _free(qk, 0)] + [(1, a) for a in _free(qk, 1)]
     role: list[Any] = [None if a is None else roles[a] for a in logits.where]
     place = {r: a for a, r in enumerate(role) if r is not None}  # where the logits have a role
+    need(z_shape[axis] != 1, "there is one key, so that the softmax is 1")
     need(role[axis] is not None and role[axis][0] in (0, 1), "the softmax is not over an axis of the keys")
     k_side = role[axis][0]
     q_side, v_side = 1 - k_side, 1 - p_side
@@ -282,8 +276,7 @@ def _read_layout(g: Graph, found: Softmax, logits: Logits, pv: Node, p_side: int
     # The second matmul has the same batch, and contracts the keys.
     pv_contracted, pv_batch = pv.params["dimension_numbers"]
     need(len(pv_contracted[p_side]) == 1, "the second matmul contracts several axes")
-    is_over_keys = p_where[pv_contracted[p_side][0]] == axis or z_shape[axis] == 1
-    need(is_over_keys, "the second matmul does not sum over the keys")
+    need(p_where[pv_contracted[p_side][0]] == axis, "the second matmul does not sum over the keys")
     v_of = {p_where[a]: b for a, b in zip(pv_batch[p_side], pv_batch[v_side], strict=True) if p_where[a] is not None}
     need(sorted(v_of) == sorted(place["batch", i] for i in paired), "the values have another batch than the keys")
     v_depth = _unit_free(_free(pv, v_side), v.shape)
@@ -465,7 +458,9 @@ def _unscaled(g: Graph, x: Var) -> tuple[float, Var]:
 
 def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises attention by the exponential of its softmax."""
-    need(_has_product(g, anchor.ins[0]))
+    joined = [x for node in makers(g, anchor.ins[0], "concatenate") for x in node.ins]
+    need(not any(has_product(g, x) for x in joined), "the logits of a matmul are concatenated with other logits")
+    need(has_product(g, anchor.ins[0]))
     found = read_softmax(g, anchor)
     pv, p_side, p_where, after = _find_values(g, found)
     logits = _read_logits(g, found.logits, found.axis)
@@ -504,7 +499,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     inside = region(g, [out], leaves)
     check_kept_inside(g, inside, [out], leaves, found.logits.size, "an intermediate result of the attention")
     b, kv, groups, t, s = layout.counts
-    static = {
+    static: dict[str, Any] = {
         "B": b,
         "T": t,
         "S": s,
@@ -512,6 +507,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
         **({"K": kv} if groups > 1 else {}),
         "H": q.shape[layout.q.depth],
     }
+    static |= {"precision": precision} if precision else {}
     static |= {"causal": True} if masks.is_causal else {}
     static |= {"masks": len(masks.masks)} if masks.masks else {}
     static |= {"biases": len(masks.biases)} if masks.biases else {}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.fusion.activations import Activation
-from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, is_vector, source, strip, terms, view
+from jaxft.fusion.algebra import FLOATS, Map, has_product, identity, is_like, is_vector, source, strip, terms, view
 from jaxft.fusion.graph import Graph, Node, Var
 from jaxft.fusion.rows import Norm, log_of_sum
 from jaxft.fusion.site import (
@@ -57,10 +57,10 @@ class Product:
         return array.T if self.transposed else array
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of the kernel."""
+    def static(self) -> dict[str, Any]:
+        """The sizes of the kernel and the precision, which decide about the kernels of an op."""
         k, f = self.kernel.shape[::-1] if self.transposed else self.kernel.shape
-        return {"K": k, "F": f}
+        return {"K": k, "F": f, **({"precision": self.precision} if self.precision else {})}
 
 
 def _product(g: Graph, v: Var, bias: Var | None) -> Product | None:
@@ -118,7 +118,7 @@ def absorb_dense(g: Graph, site: Site, options: Options) -> None:
                      implementation=options.implementation)  # fmt: skip
 
     site.op, site.family, site.call, site.inputs = "dense", "dense", call, product.inputs
-    site.static = {**product.sizes, **site.static}
+    site.static = {**product.static, **site.static}
     site.parts, site.region, site.operands = (activation, product), region(g, [y], set(product.inputs)), []
 
 
@@ -134,7 +134,7 @@ def _addends(g: Graph, x: Var, sites: Collection[Var], with_bias: bool) -> tuple
             stack += node.ins
         else:
             stripped, where = strip(g, v, casts="floats")
-            if v.shape and is_vector(stripped, where, x) and stripped.size < x.size:
+            if v.shape and is_vector(stripped, where, x):
                 vectors.append(stripped)
             else:
                 arrays.append(v)
@@ -142,7 +142,7 @@ def _addends(g: Graph, x: Var, sites: Collection[Var], with_bias: bool) -> tuple
         top = g.defs[x]
         arrays, vectors = [g.find(v) for v in top.ins] if top.name in ("add", "add_any") else [], []
     is_sum = len(arrays) == 2 and arrays[0] is not arrays[1]
-    if not is_sum or any(v.shape != x.shape or v.dtype != x.dtype for v in arrays):
+    if not is_sum or any(v.shape != x.shape for v in arrays):
         return None
     return arrays[0], arrays[1], vectors[0] if vectors else None
 
@@ -189,7 +189,7 @@ def absorb_residual(g: Graph, site: Site, sites: dict[Var, Site], options: Optio
                 )  # fmt: skip
 
             inputs = [*product.inputs, residual, *vectors]
-            return become("dense_residual_layer_norm", inputs, layer, product.sizes, [])
+            return become("dense_residual_layer_norm", inputs, layer, product.static, [])
 
     def call(x: Any, residual: Any, *vectors: Any, **in_place: Any) -> Any:
         bias_of_x, gamma, beta = map(as_vector, fill((bias, *norm.vectors), vectors))
@@ -217,7 +217,7 @@ def _become_feed_forward(
 
     del sites[second.x]
     inputs = [*first.inputs, *present(second.kernel, second.bias), *([] if own else [residual]), *vectors]
-    become("feed_forward_residual_layer_norm", inputs, call, {**first.sizes, "activation": activation.name}, [])
+    become("feed_forward_residual_layer_norm", inputs, call, {**first.static, "activation": activation.name}, [])
 
 
 # --- Embeddings --------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _become_feed_forward(
 class Rows:
     """Rows of a table: table[ids].
 
-    `outside` says what an id outside of the table takes: "clip" for the last row, "skip" for none, or "" for NaN.
+    `outside` says what an id outside of the table takes: "clip" for the nearest row, "skip" for zeros, or "nan".
     """
 
     table: Var
@@ -237,10 +237,8 @@ class Rows:
 
     def ids_of(self, array: Any) -> Any:
         """The ids as the op takes them, with the shape of the result's leading axes."""
-        ids, count = array.reshape(self.out.shape[:-1]), self.table.shape[0]
-        if self.outside == "skip":
-            return jnp.where((ids >= 0) & (ids < count), ids, _NO_LABEL)
-        return jnp.clip(ids, 0, count - 1) if self.outside == "clip" else ids
+        ids = array.reshape(self.out.shape[:-1])
+        return jnp.clip(ids, 0, self.table.shape[0] - 1) if self.outside == "clip" else ids
 
 
 def _rows_of(g: Graph, v: Var) -> Rows | None:
@@ -260,36 +258,44 @@ def _rows_of(g: Graph, v: Var) -> Rows | None:
         or len(out.shape) < 2
     ):
         return None
-    mode, fill_value = _outside(node), node.params.get("fill_value")
-    if not mode and fill_value is not None and not math.isnan(float(fill_value)):
+    if (outside := _outside(node)) not in ("clip", "nan"):
         return None
     stored, where = strip(g, table)  # a table in float32 that is cast for the look-up
     table = stored if is_like(stored, where, table) and str(stored.dtype) in FLOATS else table
-    return Rows(table, ids, mode, out)
+    return Rows(table, ids, outside, out)
 
 
 def _outside(gather: Node) -> str:
-    return "clip" if "clip" in str(gather.params["mode"]).lower() else ""
+    """Returns what an index outside of the array takes: "clip", "skip" (0) or "nan", or "" for anything else.
+
+    XLA clips the indices that JAX promises to be inside, as in `x[i]`.
+    """
+    modes, fill_value = jax.lax.GatherScatterMode, gather.params.get("fill_value")
+    if gather.params["mode"] in (modes.CLIP, modes.PROMISE_IN_BOUNDS):
+        return "clip"
+    if gather.params["mode"] != modes.FILL_OR_DROP:
+        return ""
+    return "nan" if fill_value is None or math.isnan(fill_value) else "skip" if fill_value == 0 else ""
 
 
 def absorb_embeddings(g: Graph, site: Site, options: Options) -> None:
     """Turns a LayerNorm of a sum of embeddings into `embeddings_layer_norm`."""
     norm: Norm = site.parts
-    if is_used_outside(g, norm.x, site.region) or not norm.center:
-        return
     looked_up, position = list[Rows](), None
-    for c, v, where in terms(g, norm.x):
-        if v is None or c != 1 or where is None:
-            return
-        rows = _rows_of(g, v)
-        if rows is not None and (where == identity(norm.x.shape)) and v.shape == norm.x.shape:
-            looked_up.append(rows)
-        elif position is None and _is_position(v, where, norm.x):
-            position = v
-        else:
-            return
-    if not looked_up or len(looked_up) + (position is not None) not in (2, 3):
+    every = [(c, v, where, None if v is None else _rows_of(g, v)) for c, v, where in terms(g, norm.x)]
+    if not norm.center or all(rows is None for *_, rows in every):
         return
+    for c, v, where, rows in every:
+        need(v is not None, "a number is added to the embeddings")
+        assert v is not None and where is not None
+        if rows is not None and where == identity(norm.x.shape) and v.shape == norm.x.shape:
+            looked_up.append(rows)
+        else:
+            need(position is None and _is_position(v, where, norm.x), "something else is added to the embeddings")
+            position = v
+        need(c == 1, f"embeddings are multiplied by {c:.6g}")
+    need(len(every) in (2, 3), f"{len(every)} embeddings in the sum; two or three are fused")
+    need(not is_used_outside(g, norm.x, site.region), "the sum of the embeddings is also used elsewhere")
     # The table with the most rows is the one of the words; the others are positions and token types.
     word, *others = sorted(looked_up, key=lambda rows: -rows.table.shape[0])
     second = None if position is not None else others.pop(0)
@@ -325,8 +331,7 @@ def _is_position(v: Var, where: Map, x: Var) -> bool:
 def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
     """Recognises the summed loss -log_softmax(x @ table.T + bias)[label], given the log-softmax."""
     y, z = log_softmax.parts
-    rows = _before_rows_merge(g, z)
-    need(_dense_of(g, rows, region(g, [y], {rows})) is not None)
+    _logits_of(g, z, y)
     users = [user for user in g.uses(y) if user is not None]
     need(len(users) == len(g.uses(y)) == 1, "the log-softmax of a matmul goes to more than a look-up of labels")
     (user,) = users
@@ -350,7 +355,9 @@ def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
             of_logits = [(-c * sign, v) for c, v in shift] if rows is z else []
             rest = [t for t in found if t[1] is not log and t[1] is not None and _pick(g, t[1]) is not picks[0]]
             if rows is not None and rest == of_logits:
-                return _summed_loss(g, anchor, z, _labels_of(g, picks[0], rows), y, -sign, options)
+                labels = _labels_of(g, picks[0], rows)
+                need(labels.outside != "skip", "a label outside of the classes leaves log(sum(exp(logits)))")
+                return _summed_loss(g, anchor, z, labels, y, -sign, options)
     raise Refused("")
 
 
@@ -390,37 +397,56 @@ def _summed_loss(
             picked = out  # of one-hot labels
         else:
             raise Refused(f"the loss of each row goes to {user.name}, not to a sum")
-    logits = _before_rows_merge(g, z)
-    product = _dense_of(g, logits, region(g, [total], {logits}))
-    need(product is not None, "the logits are used elsewhere")
-    assert product is not None
+    product, taken = _logits_of(g, z, total)
     rows = math.prod(z.shape[:-1])
     values = (product.x, product.kernel, product.bias, labels.ids, None if keep is None else keep[0])
 
     def call(*arrays: Any) -> Any:
         x, table, bias, ids, kept = fill(values, arrays)
         ids = labels.ids_of(ids).reshape(rows)
+        is_label = (ids >= 0) & (ids < z.shape[-1])
         if keep is not None:
             kept = jnp.broadcast_to(kept.reshape(kept.shape or (1,)), (rows,)) if kept.ndim == 0 else kept.reshape(rows)
-            ids = jnp.where(kept ^ keep[1], ids, _NO_LABEL)
-        x = x.reshape(rows, x.shape[-1])
+        is_kept = True if keep is None else kept ^ keep[1]
+        # A label outside of the classes makes the loss NaN, but not the gradients of the other rows.
+        nan = labels.outside == "nan" and jnp.any(~is_label & is_kept)
+        ids = jnp.where(is_label & is_kept, ids.astype(jnp.int32), _NO_LABEL)
+        x = x[taken].reshape(rows, x.shape[-1])
         loss = linear_cross_entropy(
             x, table if product.transposed else table.T, ids, as_vector(bias), ignore_index=_NO_LABEL,
             precision=product.precision, implementation=options.implementation,
         )  # fmt: skip
-        return loss.total * -scale
+        return (loss.total + jnp.where(nan, jnp.nan, 0.0)) * -scale
 
     inputs = present(*values)
-    static = {"rows": rows, "V": z.shape[-1], "D": product.x.shape[-1]}
+    precision = {"precision": product.precision} if product.precision else {}
+    static = {"rows": rows, "V": z.shape[-1], "D": product.x.shape[-1], **precision}
     return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
 
 
-def _before_rows_merge(g: Graph, z: Var) -> Var:
-    """Returns the logits [..., V] that `z` is a reshape of, or `z`."""
-    node = g.defs.get(z)
-    is_merge = node is not None and node.name == "reshape" and node.ins[0].shape[-1:] == z.shape[-1:]
-    return g.find(node.ins[0]) if node is not None and is_merge else z
+def _logits_of(g: Graph, z: Var, end: Var) -> tuple[Product, tuple[slice, ...]]:
+    """Returns the dense layer whose rows are the logits `z`, and the slices of its leading axes that `z` has.
+
+    `end` is the value whose computation may read the logits.
+    """
+    logits, taken = z, tuple[slice, ...]()
+    node = g.defs.get(logits)
+    if node is not None and node.name == "reshape" and node.ins[0].shape[-1:] == logits.shape[-1:]:
+        logits = g.find(node.ins[0])
+    node = g.defs.get(logits)
+    if node is not None and node.name == "slice" and node.ins[0].shape[-1:] == logits.shape[-1:]:
+        bounds = node.params["start_indices"], node.params["limit_indices"], node.params["strides"]
+        taken = tuple(map(slice, *(bound or (1,) * len(logits.shape) for bound in bounds)))[:-1]
+        logits = g.find(node.ins[0])
+    product = _dense_of(g, logits, region(g, [end], {logits}))
+    if product is None:
+        node = g.node_of(logits)
+        need(node is not None and has_product(g, logits))
+        assert node is not None
+        need(node.name not in ("add", "dot_general"), "the logits are used elsewhere, or not of a dense layer")
+        raise Refused(f"{node.name} between the matmul and the log-softmax")
+    return product, taken
 
 
 def _is_reshape(g: Graph, v: Var, x: Var) -> bool:
@@ -435,10 +461,11 @@ def _is_reshape(g: Graph, v: Var, x: Var) -> bool:
 def _labels_of(g: Graph, node: Node, y: Var) -> Rows:
     """Reads y [..., V] looked up by labels: by take_along_axis, y[arange, labels] or y * one_hot(labels)."""
     lead, count = y.shape[:-1], y.shape[-1]
-    outside = "skip"
+    outside = "skip"  # one-hot labels
     if node.name == "gather":
         ids, numbers, outside = g.find(node.ins[1]), node.params["dimension_numbers"], _outside(node)
         need(g.find(node.ins[0]) is y and tuple(node.params["slice_sizes"]) == (1,) * len(y.shape))
+        need(outside, "labels outside of the classes take another number than NaN or 0")
         both = g.defs.get(ids)
         if tuple(numbers.start_index_map) == (0, 1) and both is not None and both.name == "concatenate":
             need(len(both.ins) == 2 and _is_arange(g.constant(both.ins[0]), 0, lead[0]))
@@ -468,7 +495,7 @@ def _is_arange(known: Any, axis: int, count: int) -> bool:
 
 
 def _kept_rows(g: Graph, node: Node, picked: Var) -> tuple[Var, bool]:
-    """Returns (mask, inverted) of picked * mask or where(mask, picked, 0)."""
+    """Returns (mask, inverted) of picked * mask or where(mask, picked, 0). XLA makes the first the second."""
     if node.name == "mul":
         other = next(x for x in node.ins if g.find(x) is not picked)
         mask, where = strip(g, other)

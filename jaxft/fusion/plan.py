@@ -94,7 +94,8 @@ def find_sites(g: Graph, options: Options) -> Found:
     _leave_transposes_to_xla(g, found)
     found.sites = {v: site for v, site in found.sites.items() if site.family in options.only}
     replaced = set().union(*(site.region for site in found.sites.values()))
-    whole = ("attention", "cross_entropy")  # report these near misses even if their softmax alone is replaced
+    # These near misses are reported even if a part of them, such as the softmax, is replaced.
+    whole = ("attention", "cross_entropy", "embeddings")
     found.misses = [miss for miss in found.misses if miss.family in whole or miss.anchor not in replaced]
     return found
 
@@ -116,7 +117,10 @@ def _absorb(g: Graph, found: Found, options: Options) -> None:
     for site in list(found.sites.values()):
         if site.op in ("layer_norm", "rms_norm") and site.parts is not None:
             if "embeddings" in options.only:
-                dense.absorb_embeddings(g, site, options)
+                try:
+                    dense.absorb_embeddings(g, site, options)
+                except Refused as refused:
+                    found.misses.append(Miss(site.anchor, "embeddings", str(refused)))
             if site.op in ("layer_norm", "rms_norm"):
                 dense.absorb_residual(g, site, found.sites, options)
 
@@ -148,8 +152,7 @@ def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, 
     """
     on_gpu = dispatch.platform() == "cuda"
     for v, site in list(found.sites.items()):
-        avals = tuple((x.shape, str(x.dtype), str(getattr(x.aval, "sharding", ""))) for x in site.inputs)
-        key = site.op, str(site.static), avals
+        key = site.op, str(site.static), *(str(x.aval) for x in site.inputs)
         if key not in cache:
             cache[key] = _backends(site)
         site.backends, no_kernel = cache[key]

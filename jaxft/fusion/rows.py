@@ -196,6 +196,9 @@ def _squared(g: Graph, coefficient: float, v: Var) -> Var:
         axes = tuple(map(int, node.params["axes"]))
         need(axes == (last,), f"statistics over axes {axes} of {last + 1}; only the last axis is fused")
     divisor, count = 1 / coefficient, operand.shape[-1]
+    need(
+        abs(coefficient) != 1, "squares are summed, as in an L2 norm, and no mean of them is taken" if count > 1 else ""
+    )
     need(_is_one(coefficient * count, v), f"the variance divides by {divisor:.6g}, not by {count}")
     if node.name == "dot_general":
         return operand
@@ -512,9 +515,10 @@ def _softmax_site(g: Graph, anchor: Node, y: Var, z: Var, op: Any, name: str, op
     mask = None if options.masked_rows == "zero" else _rows_of_minus_infinity(g, z)
 
     def call(x: Any, *allowed: Any, **in_place: Any) -> Any:
+        y = op(as_dtype(x, dtype), implementation=options.implementation, **in_place)
         if mask is not None:
-            x = jnp.where(jnp.any(allowed[0] ^ mask[1], axis=-1, keepdims=True), x, jnp.asarray(jnp.nan, x.dtype))
-        return op(as_dtype(x, dtype), implementation=options.implementation, **in_place)
+            y = jnp.where(jnp.any(allowed[0] ^ mask[1], axis=-1, keepdims=True), y, jnp.asarray(jnp.nan, y.dtype))
+        return y
 
     static, inputs = {"width": y.shape[-1]}, [x] if mask is None else [x, mask[0]]
     inside = region(g, [y], set(inputs))

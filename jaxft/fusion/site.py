@@ -44,7 +44,7 @@ class Site:
       outs: the values that the op computes.
       inputs: the values that it takes.
       call: computes the values `outs` from the values `inputs`. It gets the keyword `in_place` if `saves` is not 0.
-      static: settings of the op, for people.
+      static: settings of the op, for people. Ops with equal settings and arrays have the same kernels.
       region: the nodes that the op replaces.
       parts: what an op that absorbs this one needs.
       operands: values whose memory the op can write its results into, in the order of `outs`.

@@ -1,6 +1,7 @@
 """`fuse`: replaces subgraphs of a JAX function by ops of jaxft."""
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,8 @@ def fuse(
     masked_rows: str = "exact",
     strict: bool = False,
     force: bool = False,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] | None = (),
+    static_argnames: str | Iterable[str] | None = (),
 ) -> "Fused":
     """Returns a function with the results of `fn` that runs recognised subgraphs as ops of jaxft.
 
@@ -52,6 +53,8 @@ def fuse(
     - transposes that cancel, compose or feed a matmul
 
     docs/fuse.md has the details.
+
+    A function that is fused already, with the same options, is searched once: its static arguments and `strict` stay.
 
     Fuse before you differentiate: `jax.grad(jaxft.fuse(f))`. In a differentiated function, `jaxft.fuse(jax.grad(f))`,
     nothing is replaced. The returned function works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`,
@@ -78,7 +81,8 @@ def fuse(
         faster than XLA. A site whose op is faster in a training step only is replaced where a gradient is taken. On any
         other device, `fn` is then called unchanged.
       static_argnums: positions of arguments that are passed to `fn` as they are, arrays included.
-      static_argnames: names of keyword arguments that are passed to `fn` as they are.
+      static_argnames: names of such arguments. As in `jax.jit`, an argument may be given by position or by name,
+        whichever of the two options has it.
 
     Returns:
       A function with the signature of `fn`, and two methods. `report(*args)` returns a list of records, one for each
@@ -86,8 +90,9 @@ def fuse(
       equations, as the op and in float64, and returns the errors.
 
     Raises:
-      TypeError: `fn` is not a function, or `strict` or `force` is not a bool.
-      ValueError: an option is unknown, or nothing was replaced and `strict` is True.
+      TypeError: `fn` is not a function, or an option has the wrong type.
+      ValueError: an option has an unknown value, `fn` has no such argument, or nothing was replaced and `strict` is
+        True.
 
     Accuracy: the errors of results and gradients, measured against float64, are at most twice the errors of `fn`. A
     subgraph that would change more is not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more
@@ -95,25 +100,64 @@ def fuse(
     """
     if not callable(fn):
         raise TypeError(f"fuse: fn must be a function, got {type(fn).__name__}")
-    families = FAMILIES if only is None else (only,) if isinstance(only, str) else tuple(only)
-    if not families or any(family not in FAMILIES for family in families):
+    wanted = _several("only", FAMILIES if only is None else only, str)
+    if not wanted or not wanted.issubset(FAMILIES):
         raise ValueError(f"fuse: only must be None or some of {FAMILIES}, got {only!r}")
     if masked_rows not in MASKED_ROWS:
         raise ValueError(f"fuse: masked_rows must be one of {MASKED_ROWS}, got {masked_rows!r}")
     dispatch.check_name("fuse", implementation)
     for name, flag in (("strict", strict), ("force", force)):
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"fuse: {name} must be True or False, got {type(flag).__name__}")
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    options = Options(families, implementation, masked_rows, force)
-    return Fused(fn, options, strict, numbers, names)
+    families = tuple(family for family in FAMILIES if family in wanted)
+    options = Options(families, implementation, masked_rows, bool(force))
+    numbers, names = _several("static_argnums", static_argnums, int), _several("static_argnames", static_argnames, str)
+    numbers, names = _static_arguments(fn, numbers, names)
+    if isinstance(fn, Fused) and fn._options == options:
+        numbers, names = {*numbers, *fn._numbers}, {*names, *fn._names}
+        return Fused(fn._fn, options, bool(strict or fn._strict), numbers, names)
+    return Fused(fn, options, bool(strict), numbers, names)
+
+
+def _several(name: str, given: Any, kind: type) -> set[Any]:
+    """Returns an option that is one value of a type, or several, or None."""
+    accepted = (int, np.integer) if kind is int else kind
+    try:
+        values = [given] if isinstance(given, accepted) else [] if given is None else list(given)
+    except TypeError:
+        values = [None]
+    if any(not isinstance(x, accepted) or isinstance(x, bool) for x in values):
+        noun = "an integer or several integers" if kind is int else "a string or several strings"
+        raise TypeError(f"fuse: {name} must be {noun}, got {given!r:.100}")
+    return set(values)
+
+
+def _static_arguments(fn: Any, numbers: set[int], names: set[str]) -> tuple[set[int], set[str]]:
+    """Returns the positions and the names of static arguments, each with those that the other one implies."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some functions that are written in C
+        return numbers, names
+    kinds = [p.kind for p in parameters.values()]
+    positional = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        for number in numbers:
+            if not -len(positional) <= number < len(positional):
+                raise ValueError(
+                    f"fuse: static_argnums has {number}, but fn has {len(positional)} positional arguments"
+                )
+        numbers = {number % len(positional) for number in numbers}
+    for name in sorted(names):
+        if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ValueError(f"fuse: static_argnames has {name!r}, but the arguments of fn are {[*parameters]}")
+    implied = {positional[n] for n in numbers if -len(positional) <= n < len(positional)}
+    return numbers | {positional.index(name) for name in names if name in positional}, names | implied
 
 
 class Fused:
     """A function that `fuse` returned."""
 
-    def __init__(self, fn: Any, options: Options, strict: bool, numbers: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(self, fn: Any, options: Options, strict: bool, numbers: set[int], names: set[str]) -> None:
         self._fn, self._options, self._strict = fn, options, strict
         self._numbers, self._names = numbers, names
         functools.update_wrapper(self, fn, updated=())
@@ -130,8 +174,8 @@ class Fused:
                     f"fuse: nothing was replaced: without force=True, fn runs as it is on {dispatch.device_kind()}"
                 )
             return self._fn(*args, **kwargs)
-        call = _Call(self._fn, args, kwargs, self._numbers, self._names)
-        program = Program(call.closed, self._options)
+        program, call = self._program(*args, **kwargs)
+        call.check_arrays("the function", jax.ShapeDtypeStruct)
         if not program.sites:
             if self._strict:
                 raise ValueError(f"fuse: nothing was replaced\n{report_of(program)}")
@@ -148,6 +192,7 @@ class Fused:
     def check(self, *args: Any, **kwargs: Any) -> Checks:
         """Runs each site on these arguments as the original equations, as the op and in float64. Returns the errors."""
         program, call = self._program(*args, **kwargs)
+        call.check_arrays("check", jax.ShapeDtypeStruct | jax.core.Tracer)
         return check_of(program, call.arrays)
 
     def _program(self, *args: Any, **kwargs: Any) -> tuple[Program, "_Call"]:
@@ -176,7 +221,7 @@ class _Call:
     `finish` can write changes back.
     """
 
-    def __init__(self, fn: Any, args: Any, kwargs: Any, numbers: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(self, fn: Any, args: Any, kwargs: Any, numbers: set[int], names: set[str]) -> None:
         positions = {n % len(args) if -len(args) <= n < len(args) else n for n in numbers} if args else set(numbers)
         static = {i: x for i, x in enumerate(args) if i in positions}, {n: kwargs[n] for n in names if n in kwargs}
         dynamic = (
@@ -217,6 +262,14 @@ class _Call:
             return outs + jax.tree.leaves(new)
 
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
+
+    def check_arrays(self, of: str, refused: Any) -> None:
+        """Raises a TypeError if an argument is an array of a refused type, which has no values."""
+        for x in self.arrays:
+            if isinstance(x, refused):
+                raise TypeError(
+                    f"fuse: {of} needs arrays with values, got {x!r:.100}; report() takes shapes and dtypes"
+                )
 
     def finish(self, results: Sequence[Any]) -> Any:
         """Returns the result of `fn`, and writes the new state of NNX modules back.
