@@ -153,15 +153,21 @@ def test_names_of_transformers_win_in_distilbert():
         )),
         *((DEBERTA, name, [good, None], [bad]) for name, good, bad in (
             ("conv_kernel_size", 0, 3), ("pooler_dropout", 0, 0.1), ("type_vocab_size", 0, 2),
-            ("attention_head_size", None, 64),
+            ("attention_head_size", None, 64), ("legacy", True, False),
+            *((name, SMALL["hidden_size"], 3) for name in ("embedding_size", "pooler_hidden_size")),
         )),
         (DEBERTA, "pos_att_type", ["p2c|c2p", "C2P| p2c", [" c2p", "p2c"]], [None, "p2c", ["p2c"], 3]),
         (JINA, "feed_forward_type", ["geglu", "reglu"], [None, "original"]),
+        *(({"model_type": kind}, "lora_adaptations", [None, []], [["retrieval.query"]])
+          for kind in ("jina_embeddings_v3", "xlm-roberta")),
+        *(({"model_type": kind}, "position_embedding_type", ["absolute", "rotary"], [])
+          for kind in ("jina_embeddings_v3", "mpnet")),
         (MODERN, "rope_parameters", [{}, {"full_attention": {"rope_type": "default"}}],
          [{"x": {}}, {"sliding_attention": {"rope_type": "yarn"}}, [1]]),
         (MODERN, "rope_scaling", [{"type": "default"}], [{"type": "linear"}, "linear"]),
         (GTE, "rope_scaling", [{"type": "ntk", "factor": 2}, {"rope_type": "default"}],
-         [{"type": "yarn"}, {"partial_rotary_factor": 0.5}]),
+         [{"type": "yarn"}, {"partial_rotary_factor": 0.5}, {"type": "ntk", "factor": 2, "mixed_b": 0.6},
+          {"type": "ntk", "factor": 2, "partial_rotary_factor": 0.5}]),
         ({"model_type": "nomic_bert"}, "rope_parameters", [{"rope_theta": 7}], [{"rope_type": "ntk", "factor": 2}]),
     ],
 )  # fmt: skip
@@ -179,14 +185,27 @@ def test_near_types_are_refused_with_a_reason(kind):
         read(model_type=kind)
 
 
-def test_old_names_of_nomic_bert_win():
+def test_old_names_of_nomic_bert_are_read():
     old = {"n_embd": 8, "n_layer": 2, "n_head": 4, "n_inner": 12, "layer_norm_epsilon": 1e-3, "n_positions": 9,
            "resid_pdrop": 0.25, "attn_pdrop": 0.5, "rotary_emb_base": 77, "activation_function": "swiglu"}  # fmt: skip
-    config = read(model_type="nomic_bert", hidden_act="relu", **old)
+    config = jaxft.BertConfig.from_dict({"model_type": "nomic_bert", "vocab_size": 31} | old)
     assert config == jaxft.BertConfig(
         "nomic_bert", 31, 8, 2, 4, 12, "silu", 0.25, 0.5, 9, layer_norm_eps=1e-3, rope_theta=77
     )
     assert read(model_type="nomic_bert", hidden_act="relu").hidden_act == "relu"
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "old"),
+    [
+        ("hidden_size", 16, {"n_embd": 8}), ("num_hidden_layers", 1, {"n_layer": 2}),
+        ("num_attention_heads", 2, {"n_head": 4}), ("layer_norm_eps", 1e-5, {"layer_norm_epsilon": 1e-3}),
+        ("hidden_act", "gelu", {"activation_function": "swiglu"}), ("rope_theta", 5, {"rotary_emb_base": 7}),
+    ],
+)  # fmt: skip
+def test_new_names_of_nomic_bert_win(name, new, old):
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    assert getattr(jaxft.BertConfig.from_dict({"model_type": "nomic_bert"} | sizes | {name: new} | old), name) == new
 
 
 def test_rope_parameters_win_in_order():
@@ -217,6 +236,7 @@ def test_sliding_window_is_half_of_the_local_attention():
         ({"max_relative_positions": 1}, "max_relative_positions", 1),
         ({"max_relative_positions": None}, "max_relative_positions", 512),
         ({"position_buckets": None}, "position_buckets", 0),
+        ({"position_buckets": -1}, "position_buckets", 0),
         ({"position_buckets": 8}, "position_buckets", 8),
         ({"pooler_hidden_act": "relu"}, "classifier_activation", "relu"),
     ],

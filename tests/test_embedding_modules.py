@@ -300,6 +300,13 @@ def test_modules_before_the_pooling_see_tokens(tmp_path, packed):
         close(pooled, np.concatenate([expected.mean(0), expected[-1]]))
 
 
+def test_modules_compute_in_float32(tmp_path):
+    halves = {name: x.astype(np.float16) for name, x in linear(WIDTH, 4).items()}
+    write_module(tiny.write_sentence_model(tmp_path), "Dense", sizes(WIDTH, 4), halves)
+    (dense,) = SentenceEncoder.from_pretrained(tmp_path).embedder.modules
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(dense))} == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "tensors", "message"),
     [

@@ -57,6 +57,7 @@ def refused(load, folder, *fragments):
     assert time.process_time() - start < 2
     for fragment in (str(folder), *fragments):
         assert fragment in str(caught.value), str(caught.value)[:1000]
+    return str(caught.value)
 
 
 # --- Ids that the model lacks ------------------------------------------------------------------------------------
@@ -289,6 +290,23 @@ def test_errors_of_the_tokenizers_library_name_the_file(tmp_path, fields, reason
     change(tmp_path / "tokenizer.json", **fields)
     named = "tokenizer.json: not a tokenizer of the tokenizers library"
     refused(SentenceEncoder.from_pretrained, tmp_path, named, reason)
+
+
+def test_bad_merges_are_named_in_short(tmp_path):
+    fuzz_checkpoints.make(tmp_path, "cross, BPE")
+    (tmp_path / "merges.txt").write_text("a" * 100_000 + " b\n")
+    message = refused(CrossEncoder.from_pretrained, tmp_path, "vocab.json and merges.txt: not a vocabulary")
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("field", ["in_features", "out_features"])
+def test_long_values_are_shown_in_part(tmp_path, field):
+    tiny.write_sentence_model(tmp_path)
+    tiny.write_modules(tmp_path, *((tiny.TYPES + k, p) for k, p in (
+        ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"))))  # fmt: skip
+    tiny.write_json(tmp_path / "2_Dense" / "config.json", {"in_features": tiny.WIDTH, "out_features": 4})
+    change(tmp_path / "2_Dense" / "config.json", **{field: "x" * 900_000})
+    assert len(refused(SentenceEncoder.from_pretrained, tmp_path, "2_Dense/config.json", field)) < 31_000
 
 
 def without_unk(tokenizer):

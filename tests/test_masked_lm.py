@@ -508,6 +508,20 @@ def test_implementation_reaches_the_head(module, op, monkeypatch):
     assert used == ["triton"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "activation"),
+    [("bert", "relu"), ("ernie", "relu"), ("albert", "relu"), ("roberta", "gelu"), ("electra", "gelu"),
+     ("data2vec-text", "gelu"), ("mpnet", "gelu")],
+)  # fmt: skip
+def test_activation_of_the_head(model_type, activation):
+    """transformers gives some heads the activation of the encoder, and the others GELU."""
+    sizes = {"vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = jaxft.BertConfig.from_dict(
+        {"model_type": model_type, "hidden_act": "relu", "intermediate_size": 12} | sizes
+    )
+    assert BertForMaskedLM(config, rngs=nnx.Rngs(0)).lm_head.activation == activation
+
+
 def test_signature_follows_bert_model():
     ours, theirs = (inspect.signature(cls.from_pretrained).parameters for cls in (BertForMaskedLM, BertModel))
     assert theirs.items() <= ours.items()

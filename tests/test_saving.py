@@ -202,6 +202,14 @@ def test_files_of_an_embedder(tmp_path):
     np.testing.assert_array_equal(saved["norm.weight"], jnp.linspace(0.5, 2, 8))
 
 
+def test_files_of_token_modules(tmp_path):
+    ENCODERS["token modules"]().save_pretrained(tmp_path)
+    assert [read(tmp_path, f"{name}/config.json")["module_input_name"] for name in ("1_Dense", "2_Normalize")] == [
+        "token_embeddings"
+    ] * 2
+    assert read(tmp_path, "3_Pooling/config.json")["word_embedding_dimension"] == 12
+
+
 def test_pooling_modes_keep_their_order(tmp_path):
     embedder(pooling=("max", "cls"), modules=()).save_pretrained(tmp_path)
     expected = {"embedding_dimension": tiny.WIDTH, "pooling_mode": ["max", "cls"], "include_prompt": True}
@@ -433,8 +441,9 @@ def test_card_names_the_loaded_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "card",
-    ["---\n[\n---\n", "---\n- a\n---\n", "no metadata", "", "---\nlicense: [1, 2]\nbase_model: {a: 1}\n---\n", b"\xff"],
-)
+    ["---\n[\n---\n", "---\n- a\n---\n", "no metadata", "", "---\nlicense: [1, 2]\nbase_model: {a: 1}\n---\n", b"\xff",
+     "---\nlicense: []\nbase_model: ''\nlanguage: [en, '']\n---\n"],
+)  # fmt: skip
 def test_cards_without_metadata_do_not_matter(tmp_path, card, caplog):
     tiny.write_sentence_model(tmp_path / "a")
     (tmp_path / "a" / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())

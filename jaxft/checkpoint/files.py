@@ -16,9 +16,16 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """Error for a checkpoint that cannot be found, read or used. Its message lists each problem, file and tensor."""
+    """Error for a checkpoint that cannot be found, read or used. Its message lists each problem, file and tensor.
+
+    A message is cut after 30,000 characters, because a file may have a value of any length.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "...")
 
 
+_LONGEST_MESSAGE = 30_000
 _LONGEST_ID = 96  # the limit of Hugging Face
 _MOST_BYTES = 100_000_000  # of a file that is read as a whole; the tokenizer.json of XLM-RoBERTa has 17 MB
 

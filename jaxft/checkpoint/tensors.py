@@ -144,7 +144,7 @@ def _find_tensors(
         if listed is not None:
             problems += [f"{file}: lacks {name!r}, which {listing.name} places there" for name in listed - present]
             problems += [f"{file}: has {name!r}, which {listing.name} does not mention" for name in present - listed]
-        for name in sorted(present if listed is None else present & listed):
+        for name in sorted(present):
             tensor, canonical = _Tensor(file, name, reader), layouts.canonical(layout, name)
             if canonical in found:
                 problems.append(f"{tensor}: is the same tensor as {found[canonical].name!r} ({found[canonical].file})")
@@ -158,7 +158,8 @@ def _find_tensors(
             elif canonical not in layouts.POOLER and not (
                 canonical.startswith(layout.heads) or canonical.endswith(layouts.BUFFERS)
             ):
-                problems.append(f"{tensor}: is unexpected")
+                advice = "; adapters are not supported, merge them into the weights" * ("lora_" in name)
+                problems.append(f"{tensor}: is unexpected{advice}")
     copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
     pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
     head = {name for name in expected if name.startswith(layout.heads)}

@@ -30,10 +30,12 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "albert": {"num_hidden_groups": (1,), "inner_group_num": (1,), "position_embedding_type": ("absolute",)},
     "ernie": {"use_task_id": (False,), "position_embedding_type": ("absolute",)},
     "jina_bert": {"position_embedding_type": ("alibi",)},
+    "jina_embeddings_v3": {},  # transformers does not read position_embedding_type for these two
+    "mpnet": {},
     "deberta-v2": {
         "relative_attention": (True,), "share_att_key": (True,), "position_biased_input": (False,),
         "norm_rel_ebd": ("layer_norm",), "conv_kernel_size": (0,), "attention_head_size": (),
-        "pooler_dropout": (0,), "type_vocab_size": (0,),
+        "pooler_dropout": (0,), "type_vocab_size": (0,), "legacy": (True,),
     },
 }  # fmt: skip
 _ABSOLUTE = {"position_embedding_type": ("absolute",)}
@@ -68,9 +70,15 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
         elif found is not None and found not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "absent"
             problems.append(f"{name} must be {wanted}, got {found!r:.100}; another value is not supported")
-    if kind == "nomic_bert":
-        own = {name: config[old] for name, old in _NOMIC_NAMES.items() if config.get(old) is not None}
-        if config.get("activation_function") is not None:
+    if config.get("lora_adaptations"):
+        problems.append(
+            "lora_adaptations: task adapters are not supported; use a checkpoint of the encoder alone, in the format "
+            "of transformers (model_type jina_embeddings_v3)"
+        )
+    if kind == "nomic_bert":  # transformers reads the new names alone
+        old_names = {name: old for name, old in _NOMIC_NAMES.items() if config.get(name) is None}
+        own = {name: config[old] for name, old in old_names.items() if config.get(old) is not None}
+        if config.get("hidden_act") is None and config.get("activation_function") is not None:
             own["hidden_act"] = "silu"
     if kind == "jina_bert":
         activation = config.get("feed_forward_type")
@@ -84,8 +92,11 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
             problems.append(f"pos_att_type must be p2c|c2p, got {parts!r:.100}")
         if not isinstance(values["max_relative_positions"], int) or values["max_relative_positions"] < 1:
             own["max_relative_positions"] = values["max_position_embeddings"]
-        if config.get("position_buckets") is None:
+        if config.get("position_buckets") in (None, -1):
             own["position_buckets"] = 0
+        for name in ("embedding_size", "pooler_hidden_size"):
+            if config.get(name) not in (None, values["hidden_size"]):
+                problems.append(f"{name} must be hidden_size ({values['hidden_size']}), got {config[name]!r:.100}")
     if kind == "modernbert":
         own["layer_types"] = _layer_types(config, values)
         half = config.get("sliding_window")
@@ -103,10 +114,11 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
     elif values["positions"] == "rotary":
         scaling = config.get("rope_scaling") or config.get("rope_parameters")
         own["rope_theta"] = _theta(own.get("rope_theta", values["rope_theta"]), scaling)
+        problems += _rope_problems(scaling, ("default", "ntk") if kind == "gte" else ("default",))
         if kind == "gte" and isinstance(scaling, dict) and _rope_type(scaling) == "ntk":
             own["rope_factor"] = scaling.get("factor", 1.0)
-        else:
-            problems += _rope_problems(scaling)
+            if scaling.get("mixed_b") is not None:
+                problems.append(f"mixed_b of the rotary parameters must be absent, got {scaling['mixed_b']!r:.100}")
     return own, problems
 
 
@@ -155,13 +167,13 @@ def _rope_type(scaling: Mapping[str, Any]) -> Any:
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
-def _rope_problems(scaling: Any) -> list[str]:
+def _rope_problems(scaling: Any, types: tuple[str, ...] = ("default",)) -> list[str]:
     if scaling is None:
         return []
     if not isinstance(scaling, dict):
         return [f"the rotary parameters must be an object, got {scaling!r:.100}"]
     problems = []
-    if _rope_type(scaling) != "default":
+    if _rope_type(scaling) not in types:
         problems.append(f"rotary positions of type {_rope_type(scaling)!r:.100} are not supported")
     if scaling.get("partial_rotary_factor", 1) != 1:
         problems.append(f"partial_rotary_factor must be 1, got {scaling['partial_rotary_factor']!r:.100}")

@@ -135,7 +135,7 @@ class Dropout(nnx.Module):
 
     def __init__(self, rate: float = 0.2) -> None:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            raise ValueError(f"Dropout: rate must be a number from 0 to 1, got {rate!r}")
+            raise ValueError(f"Dropout: rate must be a number from 0 to 1, got {rate!r:.80}")
         self.rate = float(rate)
 
     def __call__(self, x: Array, dropout_rng: Array | None = None) -> Array:

@@ -12,7 +12,7 @@ from jaxft.ops.dense import dense
 from jaxft.ops.layer_norm import layer_norm
 
 # Types whose head has the activation of the encoder; others have "gelu".
-_OWN_ACTIVATION = ("bert", "distilbert", "nomic_bert", "albert", "deberta-v2", "jina_bert")
+_OWN_ACTIVATION = ("bert", "ernie", "distilbert", "nomic_bert", "albert", "deberta-v2", "jina_bert")
 
 
 class MaskedLMHead(nnx.Module):
