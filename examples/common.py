@@ -6,7 +6,6 @@ interrupted and resumed is bitwise equal to a run that was not.
 
 import argparse
 import csv
-import functools
 import hashlib
 import json
 import logging
@@ -291,31 +290,35 @@ def make_step(
     optimizer: optax.GradientTransformation,
     gradients_of: Callable[..., Any] = training.accumulate_gradients,
     *,
-    grouped: bool = False,
+    mesh: Any = None,
 ) -> Step:
     """Makes a training step. Its batches have the micro-batches along the first axis of each array.
 
-    If they are `grouped`, the first axis is of groups, and the devices share the micro-batches of a group.
-    `gradients_of` has the arguments of `training.accumulate_gradients`, and gets `loss_fn`.
+    With a mesh, the second axis of each array is divided among the devices of the mesh axis data, which get one
+    micro-batch each. Each device adds up its own gradients. One all-reduce of all gradients then ends the step, so that
+    the two gradients of a shared parameter are summed once. `gradients_of` has the arguments of
+    `training.accumulate_gradients`, and gets `loss_fn`.
     """
 
+    def gradients(params: Any, loss_scale: Any, *batches: Any) -> Any:
+        if mesh is not None:
+            batches = jax.tree.map(lambda x: x[:, 0], batches)
+        return gradients_of(lambda params, one: loss_fn(params, *one), params, batches, loss_scale=loss_scale)
+
+    if mesh is not None:
+        whole, divided = PartitionSpec(), PartitionSpec(None, "data")
+        gradients = jax.shard_map(gradients, mesh=mesh, in_specs=(whole, whole, divided, divided), out_specs=whole)
+
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
-        keys = jax.random.split(key, jax.tree.leaves(batch)[0].shape[: 2 if grouped else 1])
-
-        def loss_of(params: Any, one: Any) -> tuple[jax.Array, jax.Array]:
-            if not grouped:
-                return loss_fn(params, *one)
-            every = jax.vmap(functools.partial(loss_fn, params))(*one)
-            return jax.tree.map(functools.partial(jnp.sum, axis=0), every)
-
-        loss, gradients = gradients_of(loss_of, state.params, (batch, keys), loss_scale=state.loss_scale)
+        keys = jax.random.split(key, jax.tree.leaves(batch)[0].shape[: 1 if mesh is None else 2])
+        loss, found = gradients(state.params, state.loss_scale, batch, keys)
 
         def update(gradients: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             params, opt_state = state
             updates, opt_state = optimizer.update(gradients, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        state_of_both, scale = training.update_if_finite(update, gradients, state[:2], state.loss_scale)
+        state_of_both, scale = training.update_if_finite(update, found, state[:2], state.loss_scale)
         return State(*state_of_both, scale), loss.mean
 
     return step

@@ -172,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = common.Run(args.out, settings, state, devices, devices.shardings(model, optimizer, state))
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graph, devices.whole(params))
-        return model.loss(**batch, max_seqlen=preset.length, rngs=key)
+        return nnx.merge(graph, params).loss(**batch, max_seqlen=preset.length, rngs=key)
 
     @functools.partial(jax.jit, out_shardings=devices.replicated() if devices.mesh is not None else None)
     def evaluate(params: Any, batches: Any) -> jax.Array:
@@ -185,13 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     held_out = batches(test_set, [args.seed], EVALUATED)
     evaluation = common.Evaluation("loss of held-out text", lambda params: evaluate(params, held_out), ".3f")
-    grouped = devices.mesh is not None
 
     def batch_at(step: int) -> dict[str, np.ndarray]:
         batch = batches(train_set, [args.seed, step], args.accumulate)
-        return {name: x.reshape(-1, devices.count, *x.shape[1:]) for name, x in batch.items()} if grouped else batch
+        if devices.mesh is None:
+            return batch
+        return {name: x.reshape(-1, devices.count, *x.shape[1:]) for name, x in batch.items()}
 
-    step = common.make_step(loss_fn, optimizer, grouped=grouped)
+    step = common.make_step(loss_fn, optimizer, mesh=devices.mesh)
     finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     speed_file = args.out / "speed.json"
     speed_file.unlink(missing_ok=True)  # from an earlier call

@@ -94,6 +94,7 @@ def accumulate_gradients(
     batches: Any,
     *,
     loss_scale: LossScale | None = None,
+    sum_dtype: Any = jnp.float32,
 ) -> tuple[CrossEntropy, Any]:
     """Computes the mean loss of a batch and its gradients, one micro-batch at a time.
 
@@ -122,20 +123,25 @@ def accumulate_gradients(
       loss_scale: the loss scale for float16, or None. The returned gradients are not scaled. They are not finite if the
         scale was too large. With a loss scale, `params` must not be float16, because unscaled float16 gradients would
         underflow.
+      sum_dtype: the dtype in which the devices of a `shard_map` add up the gradients of matrices and tables. bfloat16
+        halves the bytes that the devices exchange, and rounds each device's gradients to 8 bits of precision. The
+        gradients of vectors and the loss are always added up in float32.
 
     Returns:
       The tuple (loss, gradients). The loss is a `CrossEntropy`: (total, labelled), with their quotient as the property
       `mean`. The gradients have the structure and dtypes of `params`. Sums over the micro-batches are float32.
 
     Raises:
-      TypeError: `loss_fn` is not a function, `loss_scale` is not a `LossScale`, or `params` has an array that is not of
-        floats.
+      TypeError: `loss_fn` is not a function, `loss_scale` is not a `LossScale`, `sum_dtype` is neither float32 nor
+        bfloat16, or `params` has an array that is not of floats.
       ValueError: `batches` has no arrays, or its arrays do not have the same number of micro-batches, at least one.
         `loss_fn` does not return two scalars with an integer as the second, or has summed them over devices. `params`
         has float16 arrays and there is a `loss_scale`.
     """
     where = "accumulate_gradients"
     _check_functions(where, loss_fn=loss_fn)
+    if sum_dtype not in (jnp.float32, jnp.bfloat16, "float32", "bfloat16"):
+        raise TypeError(f"{where}: sum_dtype must be float32 or bfloat16, got {sum_dtype!r:.100}")
     own, of_batches = _checked_axes(where, params, batches, loss_scale)
     scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
 
@@ -161,7 +167,9 @@ def accumulate_gradients(
     start = vary((CrossEntropy(jnp.float32(0), jnp.int32(0)), _zeros(params)))
     (loss, sums), _ = lax.scan(add, start, batches)
     if over := tuple(of_batches - own):
-        loss, sums = lax.psum((loss, sums), over)
+        own_sums = jax.tree.map(lambda total: total.astype(sum_dtype if total.ndim > 1 else jnp.float32), sums)
+        loss, all_sums = lax.psum((loss, own_sums), over)
+        sums = jax.tree.map(lambda total: total.astype(jnp.float32), all_sums)
     labelled = jnp.maximum(loss.labelled, 1).astype(jnp.float32)
     return loss, jax.tree.map(lambda total, param: (total / labelled).astype(param.dtype), sums, params)
 

@@ -143,15 +143,20 @@ def lengths_of(kind, limit, count=1000):
     }[kind])  # fmt: skip
 
 
+@pytest.mark.parametrize(("batch_size", "limit"), [(1, 8192), (64, 8192), (256, 8192), (32, 8194), (32, 5000)])
+def test_long_inputs_have_at_most_45_shapes(batch_size, limit):
+    assert len(batching.buckets(batch_size, limit)) <= 45
+
+
 # Padding in percent of the tokens of 1,000 texts, and the number of programs. `before` is the padding when rows and
 # longest sequence were powers of two, in 20, 39, 62 and 89 shapes.
 @pytest.mark.parametrize(
     ("limit", "shapes", "programs", "padding", "before"),
     [
         (128, 12, [4, 4, 3, 3, 4, 4], [8.6, 0.5, 1.5, 1.0, 0.6, 5.6], [8.6, 0.5, 1.5, 1.0, 0.5, 27.2]),
-        (512, 19, [2, 5, 5, 5, 4, 5], [8.4, 0.6, 0.7, 0.7, 0.6, 8.1], [6.6, 8.4, 1.2, 1.8, 0.5, 69.4]),
-        (2048, 30, [4, 4, 7, 6, 3, 4], [7.8, 0.4, 0.6, 0.9, 0.5, 7.5], [7.8, 16.8, 1.3, 1.1, 0.5, 56.5]),
-        (8192, 43, [3, 4, 8, 10, 3, 5], [8.2, 0.3, 0.7, 1.0, 0.5, 4.3], [8.2, 20.2, 0.7, 1.8, 0.5, 48.4]),
+        (512, 18, [2, 5, 5, 5, 4, 5], [8.4, 0.6, 0.7, 0.8, 0.6, 8.1], [6.6, 8.4, 1.2, 1.8, 0.5, 69.4]),
+        (2048, 28, [4, 5, 8, 6, 3, 4], [7.8, 1.1, 0.5, 0.9, 0.5, 7.5], [7.8, 16.8, 1.3, 1.1, 0.5, 56.5]),
+        (8192, 41, [3, 5, 8, 9, 3, 5], [8.2, 0.3, 0.7, 1.0, 0.5, 4.3], [8.2, 20.2, 0.7, 1.8, 0.5, 48.4]),
     ],
 )
 def test_shapes_are_few_and_have_little_padding(limit, shapes, programs, padding, before):

@@ -11,12 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 import encoders
 import jaxft
 import tiny
 from cases import lower, slow
-from jaxft import BertForSequenceClassification, BertModel, CrossEncoder, SentenceEncoder
+from jaxft import (
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    CrossEncoder,
+    MultiVectorEncoder,
+    SentenceEncoder,
+    SparseEncoder,
+)
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import Float8Recipe, count_clipped, quantize
 from lowered import TRITON, of, operations
@@ -257,6 +268,19 @@ def test_damaged_files_are_refused(tmp_path):
         BertModel.from_pretrained(tmp_path, **DTYPES)
 
 
+def test_other_parameters_get_the_dtype_of_the_model(tmp_path):
+    import safetensors.numpy
+
+    model = quantize(encoder())
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model_float8.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {"embeddings.word": tensors["embeddings.word"].astype(np.float32)}, file)
+    word = BertModel.from_pretrained(tmp_path, **DTYPES).embeddings.word[...]
+    assert word.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(word), np.float32(model.embeddings.word[...]))
+
+
 def test_sentence_encoder_and_cross_encoder(tmp_path):
     words = ["a bird sings", "the old tree in the rain .", "rain"]
     options = {"dtype": jnp.bfloat16, "quantization": "fp8"}
@@ -268,6 +292,7 @@ def test_sentence_encoder_and_cross_encoder(tmp_path):
     np.testing.assert_array_equal(again.encode(words), ours.encode(words))
     assert not (tmp_path / "saved" / "model.safetensors").exists()
     card = (tmp_path / "saved" / "README.md").read_text()
+    assert "library_name: jaxft\n" in card and "tags:\n- sentence-similarity\n" in card
     assert "which only jaxft loads" in card and "sentence-transformers](" not in card and 'dtype="bfloat16")' in card
 
     config = tiny.config(**SIZES)
@@ -278,6 +303,39 @@ def test_sentence_encoder_and_cross_encoder(tmp_path):
     ours.save_pretrained(tmp_path / "saved_scorer")
     again = CrossEncoder.from_pretrained(tmp_path / "saved_scorer", dtype=jnp.bfloat16)
     np.testing.assert_array_equal(again.predict(pairs), ours.predict(pairs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [BertForMaskedLM, BertForQuestionAnswering, BertForTokenClassification])
+def test_models_with_heads_take_float8_from_files(cls, tmp_path):
+    encoder(cls).save_pretrained(tmp_path / "wide")
+    model = cls.from_pretrained(tmp_path / "wide", **DTYPES, quantization="fp8")
+    assert model.bert.recipe == Float8Recipe()
+    model.save_pretrained(tmp_path / "narrow")
+    again = cls.from_pretrained(tmp_path / "narrow", **DTYPES)
+    for x, y in zip(*(jax.tree.leaves(nnx.state(m)) for m in (again, model)), strict=True):
+        np.testing.assert_array_equal(np.float32(x), np.float32(y))
+
+
+@pytest.mark.slow
+def test_sparse_and_multi_vector_encoders_take_float8(tmp_path):
+    words = ["a bird sings", "the old tree in the rain .", "rain"]
+    tiny.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.no_padding()
+    options = {"dtype": jnp.bfloat16, "quantization": "fp8"}
+    for cls, model in ((SparseEncoder, BertForMaskedLM), (MultiVectorEncoder, BertModel)):
+        wide, narrow = (tmp_path / f"{cls.__name__} {kind}" for kind in ("wide", "narrow"))
+        cls(encoder(model), tokenizer, max_seq_length=16).save_pretrained(wide)
+        ours = cls.from_pretrained(wide, **options)
+        ours.save_pretrained(narrow)
+        assert list(narrow.glob("model*.safetensors")) == [narrow / "model_float8.safetensors"]
+        again = cls.from_pretrained(narrow, dtype=jnp.bfloat16)
+        found, expected = (e.encode(words) for e in (again, ours))
+        if cls is SparseEncoder:
+            found, expected = found.toarray(), expected.toarray()
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_clipped_activations_are_counted():

@@ -224,9 +224,9 @@ def test_damaged_program_is_compiled_again(model, folder, damage, lowered):
     file.write_bytes(damage(whole))
     assert compilation_cache.read(file.name.removesuffix("-cache")) is None
     lowered.clear()
-    for _ in range(2):  # a program that JAX's cache has is not kept
+    for _ in range(2):
         np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
-    assert len(lowered) == 2
+    assert len(lowered) == (2 if jax.default_backend() == "cpu" else 1)  # CPUs do not keep what JAX's cache has
     _forget(folder)
     for _ in range(2):
         np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
@@ -291,6 +291,17 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
 
     programs.compile(Lowered(), "jaxft-2")
     assert compilation_cache.read("jaxft-2") is not None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_programs_from_caches_of_jax_are_kept_except_for_cpus(folder, monkeypatch, platform):
+    """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
+    function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
+    programs.compile(function.lower(x), "jaxft-5")
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    programs.compile(function.lower(x), "jaxft-6")
+    assert (compilation_cache.read("jaxft-6") is not None) == (platform != "cpu")
 
 
 def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):

@@ -71,6 +71,31 @@ def test_labels_count_equally_on_all_devices(loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
+@pytest.mark.parametrize("dtype", ["nope", None, jnp.int32, jnp.float16])
+def test_other_dtypes_of_sums_are_refused(dtype):
+    params, batches = classifier_data()
+    with pytest.raises(TypeError, match="sum_dtype must be float32 or bfloat16, got "):
+        accumulate_gradients(classifier_loss, params, batches, sum_dtype=dtype)
+
+
+@pytest.mark.cpu  # of a single GPU: XLA leaves out the sum, and with it the rounding
+def test_devices_add_up_matrices_in_another_dtype():
+    params, (x, labels) = classifier_data()
+    _, gradients = accumulate_gradients(classifier_loss, params, (x, labels))
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    each = jax.shard_map(
+        lambda params, *batches: accumulate_gradients(classifier_loss, params, batches, sum_dtype=jnp.bfloat16),
+        mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(),
+    )  # fmt: skip
+    _, found = jax.jit(each)(params, x, labels)
+    assert {name: gradient.dtype for name, gradient in found.items()} == dict.fromkeys(params, jnp.float32)
+    np.testing.assert_allclose(found["bias"], gradients["bias"], rtol=1e-5, atol=1e-7)
+    rounded = (13 * gradients["embedding"]).astype(jnp.bfloat16).astype(jnp.float32) / 13  # of 13 labels
+    assert np.abs(rounded - gradients["embedding"]).max() > 1e-4
+    np.testing.assert_allclose(found["embedding"], rounded, rtol=2**-8, atol=1e-6)
+    assert np.mean(np.isclose(found["embedding"], rounded, rtol=1e-5)) > 0.9
+
+
 def test_loss_with_its_own_psum_is_refused():
     params, (x, labels) = classifier_data()
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))

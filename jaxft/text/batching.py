@@ -152,10 +152,12 @@ def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
     # Smaller shapes are for the last texts of a call, and for long texts among many short ones. There are few, because
     # each costs a compilation. They have room for texts with a mean length of longest / 8. See
     # docs/performance-notes.md, "Shapes of packed batches".
-    medium = max(_MEDIUM_TOKENS, 1 << (limit - 1).bit_length())
+    medium = max(_MEDIUM_TOKENS, 1 << limit.bit_length() - 1)
     for rows in {*_powers(2, _LEAST_TOKENS, medium), *_powers(4, medium, budget)}:
         if rows < budget:
-            found += [Bucket(rows, min(8 * rows // n, rows), n) for n in _powers(4, 2 * _SHORTEST, min(rows, limit))]
+            base = 4 if rows <= medium else 8
+            lengths = _powers(base, 2 * _SHORTEST, min(rows, limit))
+            found += [Bucket(rows, min(8 * rows // n, rows), n) for n in lengths]
     return tuple(sorted(found, key=lambda bucket: (bucket.longest, bucket.capacity)))
 
 

@@ -556,18 +556,21 @@ def _checked_activation(where: str, function: Any) -> Activation | None:
 
 def _saved_activation(folder: Path, transformer: Path) -> Activation | None:
     """Returns the activation in a folder's files, None if there is none."""
-    family, config = folder / "config_sentence_transformers.json", read_settings(transformer / "config.json")
-    name = read_settings(family).get("activation_fn") if os.path.lexists(folder / "modules.json") else None
+    file, field = folder / "config_sentence_transformers.json", "activation_fn"
+    name = read_settings(file).get(field) if os.path.lexists(folder / "modules.json") else None
     if name is None:
+        file = transformer / "config.json"
+        config = read_settings(file)
         older = config.get("sentence_transformers")
-        older = older if isinstance(older, dict) else {}
-        name = older.get("activation_fn", config.get("sbert_ce_default_activation_function"))
+        if not isinstance(older, dict) or field not in older:
+            older, field = config, "sbert_ce_default_activation_function"
+        name = older.get(field)
     if name is None:
         return None
     activation = ACTIVATIONS.get(str(name).rpartition(".")[2]) if str(name).startswith("torch.") else None
     if activation is None:
         raise CheckpointError(
-            f"{folder}: config_sentence_transformers.json or config.json: the activation function {name!r:.80} is not"
-            f" supported; supported are {', '.join(ACTIVATIONS)} of PyTorch"
+            f"{file}: {field}: the activation function {name!r:.80} is not supported; supported are"
+            f" {', '.join(ACTIVATIONS)} of PyTorch"
         )
     return activation

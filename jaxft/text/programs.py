@@ -100,12 +100,12 @@ def _sources() -> str | None:
 def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
     """Compiles a program and stores it under its name. JAX reuses the program when the jitted function is called.
 
-    A program that JAX loaded from its own cache is not stored, because XLA for CPUs serialises such a program without
-    its functions.
+    Of the programs that JAX loads from its own cache, those for CPUs are not stored. XLA serialises them without their
+    functions.
     """
     (seen := _seen()).is_new = False
     compiled = lowered.compile()
-    if name is not None and seen.is_new:
+    if name is not None and (seen.is_new or dispatch.platform() != "cpu"):
         try:
             content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
         except Exception as error:  # many types: the program has constants, or the backend cannot serialise

@@ -380,10 +380,12 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
     kind, files = settings.kind, [folder / name for name in settings.kind.vocabulary]
     if not _are_there(folder, kind.vocabulary):
         others = "".join(f" nor {name}" for name in kind.vocabulary)
-        raise CheckpointError(f"{folder}: no tokenizer: {'neither' if files else 'no'} tokenizer.json{others} is there")
+        absent = f"{'neither' if files else 'no'} tokenizer.json{others} is there"
+        raise CheckpointError(f"{folder}: no tokenizer: {absent} for {settings.name}")
     for file in files:
         checkpoint_files.check_file(file)
-    with library_errors(f"{files[0]}: not a vocabulary" + " of one token a line" * (kind.model == "WordPiece")):
+    both = folder / " and ".join(kind.vocabulary)
+    with library_errors(f"{both}: not a vocabulary" + " of one token a line" * (kind.model == "WordPiece")):
         if kind.model == "BPE":
             return models.BPE.from_file(*map(str, files))
         vocabulary = models.WordPiece.from_file(str(files[0]), unk_token="[UNK]")
@@ -514,7 +516,7 @@ def library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, CheckpointError) or not checkpoint_files.is_library_error(error):
             raise
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{what}: {error!s:.500}") from error
 
 
 def encode(tokenizer: "Tokenizer", texts: Sequence[str]) -> "list[Encoding]":

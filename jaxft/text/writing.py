@@ -295,7 +295,7 @@ def _kept_fields(origin: Origin) -> dict[str, str | list[str]]:
     fields: dict[str, Any] = {}
     try:
         if origin.card:
-            fields = huggingface_hub.RepoCard(origin.card, ignore_metadata_errors=True).data.to_dict()
+            fields = huggingface_hub.RepoCard(origin.card).data.to_dict()
     except Exception as error:  # of the YAML library
         _log.warning("the metadata of the loaded model card are not kept: %s", error)
     kept: dict[str, str | list[str]] = {} if origin.name is None else {"base_model": origin.name}
