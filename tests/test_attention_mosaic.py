@@ -322,6 +322,32 @@ def test_selection_follows_shape_and_options(shape, arrays, options, expected, d
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"qkv": of((2, 256, 3, 4, 64)), "mask": of((2, 1, 1, 256), bool)}, None),
+        ({"qkv": of((2, 512, 3, 4, 64), jnp.float16), "mask": of((1, 1, 1, 512), bool)}, None),
+        ({"bias": of((4, 512, 512))}, "it takes no bias"),
+        ({"limited": True}, "no causal mask and no window"),
+        ({"return_residual": True}, "no gradient of the log-sum-exp"),
+        ({"scale": 0.0}, "positive scales only"),
+        ({"qkv": of((2, 512, 3, 4, 64), jnp.float32)}, "qkv is float32"),
+        ({"qkv": of((2, 512, 3, 4, 128))}, "the head size is 128"),
+        ({"qkv": of((2, 640, 3, 4, 64))}, "640 positions"),
+        ({"qkv": of((2, 128, 3, 4, 64))}, "128 positions"),
+        ({"qkv": of((2, 320, 3, 4, 64))}, "320 positions"),
+        ({"mask": of((2, 1, 512, 512), bool)}, "the mask has shape"),
+        ({"mask": of((2, 4, 1, 512), bool)}, "the mask has shape"),
+        ({"qkv": of((2**14, 512, 3, 2, 64))}, "fewer than 2^31"),
+    ],
+)
+def test_gradient_is_refused_where_the_kernel_lacks_it(changes, reason):
+    plain = {"qkv": of((2, 512, 3, 4, 64)), "mask": None, "scale": 0.125, "return_residual": False, "limited": False}
+    refused = support.attention_backward_unsupported(**{**plain, **changes})
+    assert refused is None if reason is None else reason in refused
+
+
 def test_other_cases_take_triton():
     """The cases are separate queries, keys and values, a log-sum-exp, and packed sequences."""
 

@@ -196,6 +196,55 @@ def test_supported_shapes_are_accepted(shape):
     assert support.dense_unsupported(of((rows, depth)), of((depth, width)), None) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "options", "reason"),
+    [
+        (jnp.float32, 128, {"gate": "first"}, "no gate in float32"),
+        (jnp.float32, 128, {"head_size": 64}, "no rotation in float32"),
+        (jnp.bfloat16, 128, {"head_size": 32}, "the head size is 32"),
+        (jnp.bfloat16, 192, {"gate": "first"}, "F is 96: with a gate"),
+        (jnp.bfloat16, 256, {"gate": "first"}, None),
+        (jnp.bfloat16, 192, {"head_size": 64}, None),
+    ],
+)
+def test_options_are_refused_where_the_kernel_lacks_them(dtype, width, options, reason):
+    refused = support.dense_unsupported(of((64, 64), dtype), of((64, width), dtype), None, **options)
+    assert refused is None if reason is None else reason in refused
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtypes", "reason"),
+    [
+        ((64, 128, 128), (None, None, None), None),
+        ((64, 128, 128), (jnp.float32, jnp.bfloat16, jnp.float32), None),
+        ((64, 128, 128), (jnp.float64, None, None), "bias is float64"),
+        ((64, 128, 128), (None, None, jnp.float64), "kernel_scale is float64"),
+        ((64, 128, 128), (None, jnp.float32, None), "residual is float32"),
+        ((64, 64, 128), (None, None, None), "K is 64"),
+        ((64, 128, 160), (None, None, None), "F is 160"),
+        ((63, 128, 128), (None, None, None), "M is 63"),
+    ],
+)
+def test_float8_is_refused_where_the_kernel_lacks_it(shape, dtypes, reason):
+    (rows, depth, width), (bias, residual, scale) = shape, dtypes
+    with jax.enable_x64(True):
+        arrays = [
+            None if dtype is None else of(own, dtype)
+            for own, dtype in (((width,), bias), ((rows, width), residual), ((width,), scale))
+        ]
+        float8 = jnp.float8_e4m3fn
+        refused = support.float8_dense_unsupported(of((rows, depth), float8), of((depth, width), float8), *arrays)
+    assert refused is None if reason is None else reason in refused
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "elements"), [(jnp.bfloat16, 64, 64), (jnp.bfloat16, 56, 64), (jnp.bfloat16, 32, 64),
+                                     (jnp.bfloat16, 96, 32), (jnp.bfloat16, 72, 0), (jnp.float32, 40, 8)]
+)  # fmt: skip
+def test_rows_end_where_a_line_ends(dtype, width, elements):
+    assert support.line(dtype, width) == elements
+
+
 # --- Lowering ----------------------------------------------------------------------------------------------------
 
 
