@@ -6,7 +6,7 @@ GPUs must equal the embeddings on one GPU to the bit. A first call, which is pri
 `--only corpus` times short texts from a parquet file to parquet parts on one GPU, beside `encode` of the same texts in
 memory, and prints the largest memory of the host above its memory with the model loaded.
 `--only train` times a data-parallel step of masked-language-model training with AdamW. Each GPU has the same number of
-tokens, so perfect scaling keeps the time of a step.
+tokens, so perfect scaling keeps the time of a step. The GPUs add up their gradients in float32, or in bfloat16.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -43,10 +44,10 @@ from jaxft.models.partition import partition_specs
 from jaxft.text import corpora
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.sentence_encoder import SentenceEncoder
-from jaxft.training import COMPILER_OPTIONS
+from jaxft.training import COMPILER_OPTIONS, accumulate_gradients
 
 BATCH_SIZE = 32
-POOL_BATCH_SIZES = (32, 128)  # of sentence-transformers; the fastest counts
+BATCH_SIZES = (32, 128)  # of each library; the fastest counts
 WORDS = (4, 16)  # of a short text
 TRAIN_SHAPE = (32, 512)  # sequences and tokens of a GPU
 QUEUED = 10  # training steps of a sample
@@ -88,23 +89,28 @@ def rows_of(model: str, times: dict[str, list[float]], count: int, args: Any, op
 
 
 def run_encode(model: str, texts: list[str], args: Any) -> Any:
-    """Checks and times jaxft on each number of devices."""
+    """Checks and times jaxft on each number of devices. The fastest batch size counts."""
     encoder = make(model, args.tokenizer)
     calls = {
-        count: functools.partial(encoder.encode, texts, batch_size=BATCH_SIZE, devices=jax.local_devices()[:count])
-        for count in args.devices
+        (count, size): functools.partial(encoder.encode, texts, batch_size=size, devices=jax.local_devices()[:count])
+        for size, count in itertools.product(args.batch_sizes, args.devices)
     }
-    expected = encoder.encode(texts, batch_size=BATCH_SIZE, devices=jax.local_devices()[:1])
-    for count, call in calls.items():
+    for (count, size), call in calls.items():
         first = seconds_of(call)
         encoder._dealer.wait()
-        print(f"{model}, {count} devices: first call {first:.1f} s", flush=True)
-        if not np.array_equal(call(), expected):
+        print(f"{model}, {count} devices, batch_size {size}: first call {first:.1f} s", flush=True)
+        if not np.array_equal(call(), encoder.encode(texts, batch_size=size, devices=jax.local_devices()[:1])):
             raise SystemExit(f"{model}: embeddings on {count} devices differ from one device; nothing is timed")
-    times: dict[str, list[float]] = {f"jaxft, {count} GPU": [] for count in calls}
+    found: dict[tuple[int, int], list[float]] = {case: [] for case in calls}
     for _ in range(args.repeats):
-        for count, call in calls.items():
-            times[f"jaxft, {count} GPU"].append(seconds_of(call))
+        for case, call in calls.items():
+            found[case].append(seconds_of(call))
+    for (count, size), values in found.items():
+        print(f"{model}, {count} devices, batch_size {size}: {1e3 * np.median(values):.0f} ms", flush=True)
+    times = {
+        f"jaxft, {count} GPU": min((found[count, size] for size in args.batch_sizes), key=np.median)
+        for count in args.devices
+    }
     return rows_of(model, times, len(texts), args)
 
 
@@ -114,14 +120,15 @@ def run_pool(model: str, texts: list[str], args: Any) -> Any:
         folder = Path(name)
         make(model, args.tokenizer).save_pretrained(folder / "model")
         (folder / "texts.json").write_text(json.dumps(texts, allow_nan=False))
-        command = [sys.executable, __file__, "--peer", name, "--devices", *map(str, args.devices),
-                   "--repeats", str(args.repeats)]  # fmt: skip
+        lists = {"--devices": args.devices, "--batch-sizes": args.batch_sizes, "--repeats": [args.repeats]}
+        options = [text for option, values in lists.items() for text in (option, *map(str, values))]
+        command = [sys.executable, __file__, "--peer", name, *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
     return rows_of(model, found, len(texts), args)
 
 
-def peer(folder: Path, counts: Sequence[int], repeats: int) -> None:
+def peer(folder: Path, args: Any) -> None:
     """Times the pool of sentence-transformers, and prints the wall times as JSON."""
     library: Any = importlib.import_module("sentence_transformers")
     torch: Any = importlib.import_module("torch")
@@ -129,15 +136,15 @@ def peer(folder: Path, counts: Sequence[int], repeats: int) -> None:
     texts = json.loads((folder / "texts.json").read_text())
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     times: dict[str, list[float]] = {}
-    for count in counts:
+    for count in args.devices:
         devices = [f"{kind}:{index}" if kind == "cuda" else kind for index in range(count)]
         model = library.SentenceTransformer(str(folder / "model"), device=devices[0], model_kwargs=options)
         pool = model.start_multi_process_pool(devices)
         best: list[float] = []
-        for size in POOL_BATCH_SIZES:
+        for size in args.batch_sizes:
             encode = functools.partial(model.encode, pool=pool, batch_size=size, show_progress_bar=False)
             encode(texts[: 1000 * count])  # warms up
-            found = [seconds_of(functools.partial(encode, texts)) for _ in range(repeats)]
+            found = [seconds_of(functools.partial(encode, texts)) for _ in range(args.repeats)]
             best = min(best or found, found, key=np.median)
         times[f"sentence-transformers, {count} GPU"] = best
         model.stop_multi_process_pool(pool)
@@ -213,55 +220,65 @@ def run_train(model: str, args: Any) -> Any:
     graph, params = nnx.split(made)
     specs, optimizer = partition_specs(made), optax.adamw(1e-4)
 
-    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params).loss(*batch, rngs=key).mean
+    def loss_fn(params: Any, one: Any) -> Any:
+        ids, labels, key = one
+        return nnx.merge(graph, params).loss(ids, labels, rngs=key)
 
-    def step(state: Any, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-        params, old = state
-        value, gradients = jax.value_and_grad(loss)(params, batch, key)
-        updates, new = optimizer.update(gradients, old, params)
-        return (optax.apply_updates(params, updates), new), value
+    def step_on(mesh: Any, dtype: str) -> Any:
+        each = functools.partial(accumulate_gradients, loss_fn, sum_dtype=dtype)
+        summed = jax.shard_map(
+            each, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
+        )
+
+        def step(state: Any, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+            params, old = state
+            loss, gradients = summed(params, (*batch, jax.random.split(key, len(batch[0]))))
+            updates, new = optimizer.update(gradients, old, params)
+            return (optax.apply_updates(params, updates), new), loss.mean
+
+        return step
 
     options = COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
-    counts = sorted(args.devices, reverse=True)  # more devices take longer to compile
-    inputs: dict[int, list[Any]] = {}
+    cases = {f"jaxft, {count} GPU": (count, "float32") for count in args.devices}
+    cases |= {f"jaxft, {count} GPU, sums in bfloat16": (count, "bfloat16") for count in args.devices if count > 1}
+    inputs: dict[str, list[Any]] = {}
 
     def lowered() -> Iterator[Any]:
-        for count in counts:
+        for name, (count, dtype) in cases.items():
             mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.local_devices()[:count])
             rng = np.random.default_rng(0)
-            ids = rng.integers(0, config.vocab_size, (count * rows, length), np.int32)
+            ids = rng.integers(0, config.vocab_size, (count, rows, length), np.int32)
             labels = np.where(rng.random(ids.shape) < 0.15, ids, -100).astype(np.int32)
             batch = jax.device_put((ids, labels), NamedSharding(mesh, PartitionSpec("data")))
             placed = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-            own = jax.device_put(params, placed, may_alias=False)  # the steps overwrite it
+            own = jax.device_put(jax.tree.map(jnp.copy, params), placed)  # the steps overwrite it
             whole = NamedSharding(mesh, PartitionSpec())
             state = own, jax.device_put(optimizer.init(own), whole)
-            inputs[count] = [state, batch, jax.device_put(jax.random.key(0), whole)]
+            inputs[name] = [state, batch, jax.device_put(jax.random.key(0), whole)]
             start = time.perf_counter()
-            yield jax.jit(step, donate_argnums=0).lower(*inputs[count]), options
-            print(f"{model}, {count} devices: lowered in {time.perf_counter() - start:.0f} s", flush=True)
+            yield jax.jit(step_on(mesh, dtype), donate_argnums=0).lower(*inputs[name]), options
+            print(f"{model}, {name}: lowered in {time.perf_counter() - start:.0f} s", flush=True)
 
     start = time.perf_counter()
-    compiled = dict(zip(counts, timing.compile_all(lowered()), strict=True))
+    compiled = dict(zip(cases, timing.compile_all(lowered()), strict=True))
     print(f"{model}: lowered and compiled in {time.perf_counter() - start:.0f} s", flush=True)
 
-    def run(count: int) -> None:
-        state, *others = inputs[count]
+    def run(name: str) -> None:
+        state, *others = inputs[name]
         for _ in range(QUEUED):
-            state, value = compiled[count](state, *others)
-        inputs[count][0] = state
+            state, value = compiled[name](state, *others)
+        inputs[name][0] = state
         if not np.isfinite(jax.block_until_ready(value)):
             raise SystemExit(f"{model}: the loss is {value}; nothing is timed")
 
-    times: dict[str, list[float]] = {f"jaxft, {count} GPU": [] for count in args.devices}
-    for count in args.devices:
-        run(count)
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for name in cases:
+        run(name)
     for _ in range(args.repeats):
-        for name, count in zip(times, args.devices, strict=True):
-            times[name].append(seconds_of(functools.partial(run, count)) / QUEUED)
+        for name in cases:
+            times[name].append(seconds_of(functools.partial(run, name)) / QUEUED)
     found = []
-    for name, count in zip(times, args.devices, strict=True):
+    for name, (count, _) in cases.items():
         samples = {(name, "wall_us"): [1e6 * x for x in times[name]]}
         found += timing.as_rows(
             samples, count * rows * length * 1e9, "ktoken/s", args, op=f"train on GPUs {model}", direction="step",
@@ -276,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what is timed (default: all)")
     parser.add_argument("--model", choices=[*bench_encode.CONFIGS], nargs="+", default=[*bench_encode.CONFIGS])
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4 as far as there)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES, help="(default: %(default)s)")
     parser.add_argument("--copies", type=int, default=4, help="how often the docstrings come (default: %(default)s)")
     parser.add_argument("--texts", type=int, default=1_000_000, help="short texts (default: %(default)s)")
     parser.add_argument("--rows-per-part", type=int, default=100_000, help="(default: %(default)s)")
@@ -284,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.peer is not None:
-        peer(args.peer, args.devices, args.repeats)
+        peer(args.peer, args)
         return
     if args.tokenizer is None and {*args.only} != {"train"}:
         parser.error("--tokenizer is missing")

@@ -117,20 +117,23 @@ def jaxft_layers(
 
 
 def jaxft_encoder(
-    case: shapes.Encoder, params: Params, gelu: str, *, packed: bool = False, bundled: bool = True
+    case: shapes.Encoder, params: Params, gelu: str, *, packed: bool = False, bundled: bool = True, joined: bool = False
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """Returns a function (arrays, x, lengths) -> y through the layers of BertModel, and the arrays.
 
-    `bundled`: the arrays come from `jaxft.bundle`. `packed`: padding is removed before the first layer and put back
-    after the last.
+    `bundled`: the arrays come from `jaxft.bundle`. `joined`: the layers come from `jaxft.models.join_kernels`.
+    `packed`: padding is removed before the first layer and put back after the last.
     """
     layers_of, leaves = jaxft_layers(case, params, gelu)
-    arrays, rebuild = jaxft.bundle(leaves, implementation=None if bundled else "xla")
+    layers = layers_of(leaves)
+    arrays, rebuild = jaxft.bundle(
+        jaxft.models.join_kernels(layers) if joined else layers, implementation=None if bundled else "xla"
+    )
 
     @jax.jit
     def encode(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         mask = None if lengths is None else keep(case, lengths)[:, None, None, :]
-        for layer in layers_of(rebuild(arrays)):
+        for layer in rebuild(arrays):
             x = layer(x, mask)
         return x
 
@@ -138,7 +141,7 @@ def jaxft_encoder(
     def encode_packed(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array) -> jax.Array:
         capacity = -(-(case.valid or x[..., 0].size) // 128) * 128
         rows, indices, cu_seqlens = jaxft.remove_padding(x, keep(case, lengths), capacity=capacity)
-        for layer in layers_of(rebuild(arrays)):
+        for layer in rebuild(arrays):
             rows = layer(rows, None, cu_seqlens=cu_seqlens, max_seqlen=case.length)
         return jaxft.restore_padding(rows, indices, batch=case.batch, length=case.length)
 
@@ -224,6 +227,8 @@ def run(case: shapes.Encoder, gelu: str, args: argparse.Namespace) -> list[timin
         # constants while it compiles.
         unbundled, leaves = jaxft_encoder(case, params, gelu, bundled=False)
         variants["jaxft, not bundled"] = unbundled, [(leaves, x, lengths)]
+        joined, few = jaxft_encoder(case, params, gelu, joined=True)
+        variants["jaxft, joined"] = joined, [(few, x, lengths)]
         variants["jaxft, constants"] = jax.jit(functools.partial(unbundled, leaves)), [(x, lengths)]
     xla: Any = variants["xla"][0]
     wide = *jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)), lengths
