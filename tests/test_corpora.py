@@ -430,7 +430,22 @@ def test_few_chunks_wait_for_the_writer(encoder, monkeypatch):
     monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
     write("a.parquet", TEXTS[:60])
     corpora.encode_corpus(encoder, ["a.parquet"], "out")
-    assert max(most) == corpora._QUEUED == 4
+    assert max(most) == corpora._QUEUED == 8
+
+
+def test_three_parts_of_three_chunks_are_written_at_once(encoder, monkeypatch):
+    real, third = corpora._OpenPart.write, threading.Event()
+
+    def write_once_the_third_is_open(part, *chunk):
+        if part.part == 2:
+            third.set()
+        assert third.wait(20)
+        real(part, *chunk)
+
+    monkeypatch.setattr(corpora._OpenPart, "write", write_once_the_third_is_open)
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
+    write("a.parquet", TEXTS[:45])
+    assert corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=15).written == 3
 
 
 def test_part_is_finished_while_the_next_is_written(encoder, monkeypatch):

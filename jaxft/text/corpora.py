@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
 # Most bytes of the embeddings of a chunk in float32. At the end, the devices wait while the last chunk is written.
 _CHUNK_BYTES = 1 << 26
-_QUEUED = 4  # chunks that wait for the threads that write
+_QUEUED = 8  # chunks that wait for the threads that write: those of three parts of 100,000 rows of 384 numbers
 
 _log = logging.getLogger("jaxft")
 _END = object()
@@ -333,7 +333,7 @@ class _Writer:
     def __init__(self, folder: Path, schema: Any, settings: str, summary: Summary, spare: list[Any]) -> None:
         self._folder, self._schema, self._settings, self._summary = folder, schema, settings, summary
         self._spare = spare
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: deque[list[Future[None]]] = deque()  # the tasks of each chunk
         self._parts: list[_OpenPart] = []  # the last one gets the next rows, others have all their rows
 
     def __enter__(self) -> "_Writer":
@@ -341,26 +341,33 @@ class _Writer:
 
     def add(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
         """Queues a chunk. Waits if the threads are behind."""
+        tasks: list[Future[None]] = []
         if not self._parts or self._parts[-1].part != chunk.part:
             self._finish()
             self._parts = [part for part in self._parts if not part.is_closed]
             file = _part_file(self._folder, chunk.part)
             self._parts.append(part := _OpenPart(file, chunk.part, self._schema, self._settings))
-            self._waiting.append(part.thread.submit(part.open))
+            tasks.append(part.thread.submit(part.open))
         part = self._parts[-1]
-        self._waiting.append(written := part.thread.submit(part.write, chunk, embeddings))
+        tasks.append(written := part.thread.submit(part.write, chunk, embeddings))
         written.add_done_callback(lambda _: self._spare.append(embeddings.base))
+        self._waiting.append(tasks)
         self._summary.texts += len(chunk.texts)
         self._summary.nulls += chunk.rows - len(chunk.texts)
         while len(self._waiting) > _QUEUED:
-            self._waiting.popleft().result()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Waits until the oldest chunk is written."""
+        for task in self._waiting.popleft():
+            task.result()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if error is None:
                 self._finish()
-                for written in self._waiting:
-                    written.result()
+                while self._waiting:
+                    self._wait()
         finally:
             for part in self._parts:
                 part.thread.shutdown(cancel_futures=True)
@@ -369,7 +376,7 @@ class _Writer:
     def _finish(self) -> None:
         if self._parts:
             part = self._parts[-1]
-            self._waiting.append(part.thread.submit(part.finish))
+            self._waiting[-1].append(part.thread.submit(part.finish))  # with the last chunk of the part
             part.thread.shutdown(wait=False)
             self._summary.written += 1
 
