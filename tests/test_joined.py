@@ -1,5 +1,6 @@
 """join_kernels: a model with one parameter for the four kernels of a layer."""
 
+import functools
 import gc
 import weakref
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxft
 import tiny
@@ -127,6 +128,16 @@ def test_joined_kernels_stay_whole_on_each_device():
             partition_specs(joined, **options)
 
 
+def test_model_on_a_mesh_of_one_device_is_joined():
+    model, mesh = model_of(implementation="xla"), jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])
+    graph, params = nnx.split(model)
+    specs = partition_specs(model, model_axis="model")
+    placed = jax.device_put(params, jax.tree.map(functools.partial(NamedSharding, mesh), specs))
+    joined = join_kernels(nnx.merge(graph, placed))
+    assert joined.layers[0].kernels.get_value().committed
+    np.testing.assert_array_equal(hidden(joined), hidden(model))
+
+
 def test_encoder_of_a_joined_model(tmp_path):
     encoder = SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     texts = tiny.texts(3)
@@ -158,6 +169,8 @@ def test_errors():
         join_kernels(quantize(model_of()))
     with pytest.raises(ValueError, match="the kernels of the model have no values yet"):
         join_kernels(BertModel(BertConfig(**SIZES), rngs=None))
+    with pytest.raises(ValueError, match="the kernels of the model have no values yet"):
+        nnx.jit(join_kernels)(model_of(num_hidden_layers=1))
     model = model_of()
     model.layers[0].out_kernel.set_value(model.layers[0].out_kernel[...].astype("float32"))
     with pytest.raises(ValueError, match="the kernels of the model have several dtypes"):

@@ -274,7 +274,7 @@ class BertLayer(nnx.Module):
             problem = "are joined already"
         elif self.recipe is not None:
             problem = "are in float8"
-        elif any(map(_is_shape, kernels)):
+        elif any(_is_shape(x) or isinstance(x, jax.core.Tracer) for x in kernels):
             problem = "have no values yet"
         elif len({x.dtype for x in kernels}) > 1:
             problem = "have several dtypes"
@@ -285,7 +285,7 @@ class BertLayer(nnx.Module):
         # On the host: XLA would compile a program for it on the device.
         views = matrix_view.join(jax.device_get(kernels))
         is_committed = isinstance(kernels[0], Array) and kernels[0].committed
-        joined = jax.device_put(views[0].joined, kernels[0].sharding if is_committed else None)
+        joined = jax.device_put(views[0].joined, kernels[0].device if is_committed else None)
         self.kernels, self.views = nnx.Param(joined), tuple((view.first, view.shape) for view in views)
         for name in _KERNELS:
             delattr(self, f"{name}_kernel")
