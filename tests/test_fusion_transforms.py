@@ -1062,6 +1062,11 @@ def test_static_arguments_by_position_and_by_name(static):
     np.testing.assert_allclose(fused(x, np.ones(2)), fused(x, sizes=np.ones(2)))
 
 
+def test_last_of_any_number_of_arguments_has_no_name():
+    fused = fuse(lambda x, *sizes: jax.nn.softmax(x, -1), static_argnums=-1)
+    assert fused.report(x=jax.ShapeDtypeStruct((2, 8), jnp.float32)).counts == {"softmax": 1}
+
+
 def test_only_report_takes_shapes():
     fused, x = fuse(lambda x: jax.nn.softmax(x, -1)), jax.ShapeDtypeStruct((2, 8), jnp.float32)
     assert fused.report(x).counts == {"softmax": 1}

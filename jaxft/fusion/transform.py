@@ -150,7 +150,7 @@ def _static_arguments(fn: Any, numbers: set[int], names: set[str]) -> tuple[set[
     for name in sorted(names):
         if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ValueError(f"fuse: static_argnames has {name!r}, but the arguments of fn are {[*parameters]}")
-    implied = {positional[n] for n in numbers if -len(positional) <= n < len(positional)}
+    implied = {positional[n] for n in numbers if 0 <= n < len(positional)}
     return numbers | {positional.index(name) for name in names if name in positional}, names | implied
 
 
