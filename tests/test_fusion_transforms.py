@@ -90,6 +90,8 @@ def test_fuse_of_fuse_keeps_strict_and_static_arguments():
     np.testing.assert_allclose(twice(x, 2, "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
     with pytest.raises(ValueError, match="nothing was replaced"):
         twice(x, 2, "nothing")
+    other = fuse(once, only="softmax")
+    np.testing.assert_allclose(other(x, 2, "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
 
 
 CONTROL = {

@@ -54,7 +54,8 @@ def fuse(
 
     docs/fuse.md has the details.
 
-    A function that is fused already, with the same options, is searched once: its static arguments and `strict` stay.
+    A function that is fused already keeps its static arguments. With the same options it is searched once, and its
+    `strict` stays.
 
     Fuse before you differentiate: `jax.grad(jaxft.fuse(f))`. In a differentiated function, `jaxft.fuse(jax.grad(f))`,
     nothing is replaced. The returned function works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`,
@@ -113,9 +114,10 @@ def fuse(
     options = Options(families, implementation, masked_rows, bool(force))
     numbers, names = _several("static_argnums", static_argnums, int), _several("static_argnames", static_argnames, str)
     numbers, names = _static_arguments(fn, numbers, names)
-    if isinstance(fn, Fused) and fn._options == options:
-        numbers, names = {*numbers, *fn._numbers}, {*names, *fn._names}
-        return Fused(fn._fn, options, bool(strict or fn._strict), numbers, names)
+    if isinstance(fn, Fused):
+        numbers, names = numbers | fn._numbers, names | fn._names
+        if fn._options == options:
+            fn, strict = fn._fn, strict or fn._strict
     return Fused(fn, options, bool(strict), numbers, names)
 
 
