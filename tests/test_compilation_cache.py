@@ -383,6 +383,14 @@ def test_command_leaves_the_users_own_setting(model, folder):
     assert os.listdir(folder) == ["own"]
 
 
+def test_command_keeps_nothing_in_the_users_own_folder_on_request(model, folder):
+    own = {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    assert command(model, "--no-compilation-cache", **own).returncode == 0
+    assert not [*folder.rglob("*-cache")]
+    assert command(model, **own).returncode == 0
+    assert [*folder.rglob("*-cache")]
+
+
 def test_command_refuses_a_named_folder(model, folder):
     folder.mkdir()
     folder.chmod(0o777)
@@ -421,15 +429,18 @@ def test_programs_are_kept_in_a_folder_behind_a_link(folder):
     assert not compiled() and len(programs(folder)) == 2
 
 
-@pytest.mark.parametrize("environment", [{}, {"JAX_ENABLE_COMPILATION_CACHE": "0"}])
-def test_warmup_that_would_keep_nothing_is_an_error(folder, environment):
+@pytest.mark.parametrize(("environment", "reason"), [
+    ({}, "the compilation cache"), ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "the compilation cache"),
+    ({"JAX_COMPILATION_CACHE_DIR": "own"}, "all programs to be kept"),
+])  # fmt: skip
+def test_warmup_that_would_keep_nothing_is_an_error(folder, environment, reason):
     if not environment:
         folder.write_text("")
     done = subprocess.run(
         [sys.executable, "-m", "jaxft.cli", "warmup", "--model", "none"], capture_output=True, text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(folder), "HOME": str(folder), **environment},
     )  # fmt: skip
-    assert done.returncode == 2 and "warmup needs the compilation cache" in done.stderr
+    assert done.returncode == 2 and f"warmup needs {reason}" in done.stderr
 
 
 def test_function_main_leaves_jax_settings(model, monkeypatch, tmp_path, capsys):
