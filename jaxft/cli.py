@@ -468,8 +468,10 @@ def _run_warmup(args: argparse.Namespace) -> None:
             if args.command == "similar":
                 encoder.warmup(task="query", normalize_embeddings=True, **options)
                 options |= {"task": "document", "prompt": None, "prompt_name": None}
-            normalizes = args.normalize or args.command == "similar"
-            encoder.warmup(normalize_embeddings=normalizes, precision=args.precision, **options)
+            options |= {"normalize_embeddings": args.normalize or args.command == "similar"}
+            encoder.warmup(precision=args.precision, **options)
+            if args.precision in ("int8", "uint8"):  # for output folders, which get their ranges from the first texts
+                encoder.warmup(precision=args.precision, ranges=[[0] * encoder.embedding_dimension] * 2, **options)
     print(f"jaxft: ready after {time.perf_counter() - start:.1f} s ({device})", file=sys.stderr)
 
 
@@ -677,13 +679,21 @@ def _start_loading(args: argparse.Namespace) -> None:
     """Says that a model is loaded, and keeps compiled programs if this is the program."""
     if sys.stderr.isatty():
         print(f"jaxft: loading {args.model}", file=sys.stderr, flush=True)
-    if not args.is_program or args.no_compilation_cache:
+    if not args.is_program:
         return
     import jax
 
     from jaxft import compilation_cache
 
+    if args.no_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)  # JAX_COMPILATION_CACHE_DIR may be set
+        return
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]  # the user's own
+        if args.run is _run_warmup and jax.config.jax_persistent_cache_min_compile_time_secs > 0:  # type: ignore[attr-defined]
+            raise _UserError(
+                "warmup needs all programs to be kept, but JAX_COMPILATION_CACHE_DIR is set, where JAX keeps slow ones"
+                " only: set JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0, or unset JAX_COMPILATION_CACHE_DIR"
+            )
         return
     try:
         is_kept = compilation_cache.use_compilation_cache() is not None

@@ -23,6 +23,7 @@ _log = logging.getLogger("jaxft")
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}-cache")  # file name that JAX gives to a program
 _PATIENCE = 10.0  # seconds to wait for the lock of the folder; JAX waits equally long
 _checked: set[str] = set()  # folders that passed the checks of `use_compilation_cache`
+_UNMAPPED = 65534  # owner that Linux shows for the files of root in a container that has no such user
 _LAST_TO_GO = b"\xff" * 8  # time of last use for files that are no programs: JAX evicts them after all programs
 
 
@@ -33,8 +34,9 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     process, so programs of other JAX code are stored too. The command line of jaxft calls this function. Nothing else
     in jaxft does.
 
-    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused. A
-    folder is also refused if all users can write to one of its parents, unless that parent has the sticky bit.
+    The folder holds executable code. It is created with mode 0700, and so are missing parents. A folder that another
+    user can enter is refused. A folder is also refused if another user than root owns one of its parents, or can write
+    to a parent that does not have the sticky bit.
 
     JAX finds a program by its StableHLO code, so a process must trace the function first. For text encoders of jaxft,
     the folder also holds programs that are found without a trace. Their names depend on the model, the shapes, the
@@ -51,8 +53,8 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
       max_bytes: maximum size of all programs in bytes. Above it, the least recently used programs are removed.
 
     Returns:
-      The folder, or None if `path` is None and JAXFT_COMPILATION_CACHE is "off", or if JAX's own setting
-      `jax_enable_compilation_cache` is off.
+      The folder, without symbolic links. None if `path` is None and JAXFT_COMPILATION_CACHE is "off", or if JAX's own
+      setting `jax_enable_compilation_cache` is off.
 
     Raises:
       TypeError: `path` is not a string or path.
@@ -67,16 +69,19 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     given = os.environ.get(VARIABLE) or None if path is None else path
     if (path is None and given == "off") or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         return None
-    folder = platformdirs.user_cache_path("jaxft") / "programs" if given is None else Path(given)
+    named = given or "in the user's cache"  # for the message
     try:
-        folder = folder.expanduser().absolute()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = platformdirs.user_cache_path("jaxft") / "programs" if given is None else Path(given)
+        named = folder = folder.expanduser().absolute()
+        for parent in reversed([folder, *folder.parents]):
+            parent.mkdir(mode=0o700, exist_ok=True)
+        folder = folder.resolve()  # a symbolic link may later point to another folder
         _check(folder)
         _remove_damaged(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
         reason = getattr(error, "strerror", None) or error
         code = getattr(error, "errno", None) or errno.EIO
-        raise OSError(code, f"use_compilation_cache: cannot use the folder {folder}: {reason}") from error
+        raise OSError(code, f"use_compilation_cache: cannot use the folder {named}: {reason}") from error
     options = {
         "jax_compilation_cache_dir": str(folder),
         "jax_compilation_cache_max_size": max_bytes,
@@ -172,21 +177,37 @@ def _time_of(file: Path) -> Path:
 
 def _check(folder: Path) -> None:
     """Raises an OSError if the folder is missing, or if another user owns it, can enter it or can replace it."""
-    status = folder.stat()
+    status = folder.lstat()
     if sys.platform == "win32":
         return
-    # The path may be a symbolic link: the link and the folder that it points to must both belong to this user.
-    if {folder.lstat().st_uid, status.st_uid} != {os.geteuid()}:
+    if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user, and compiled programs are executable code")
     # With a umask of 002, JAX writes programs that anyone in the group who can enter the folder can change.
     if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
         raise PermissionError(errno.EPERM, f"other users can enter it (mode {mode:04o}); `chmod 700` helps")
-    for parent in {*folder.parents, *folder.resolve().parents}:
-        # A user who can write to a parent can replace the folder, unless the parent has the sticky bit (as /tmp has).
-        if (mode := stat.S_IMODE(parent.stat().st_mode)) & 0o002 and not mode & stat.S_ISVTX:
+    for parent in folder.parents:
+        # The owner of a parent can replace the folder. So can a user who can write to the parent, unless it has the
+        # sticky bit (as /tmp has).
+        if (status := parent.lstat()).st_uid not in (os.geteuid(), 0, _UNMAPPED):
+            raise PermissionError(errno.EPERM, f"{parent} belongs to another user, who can replace the folder")
+        mode = stat.S_IMODE(status.st_mode)
+        by_group = mode & 0o020 and not _is_alone_in(status.st_gid)
+        if (mode & 0o002 or by_group) and not mode & stat.S_ISVTX:
             raise PermissionError(
-                errno.EPERM, f"other users can write to {parent} (mode {mode:04o}); `chmod o-w {parent}` helps"
+                errno.EPERM, f"other users can write to {parent} (mode {mode:04o}); `chmod go-w {parent}` helps"
             )
+
+
+def _is_alone_in(group: int) -> bool:
+    """Returns whether a group has no member but this user, as the group of the user's name on most Linux systems."""
+    import grp  # not on Windows
+    import pwd
+
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == user and not {*found.gr_mem} - {user}
 
 
 def _remove_damaged(folder: Path) -> None:

@@ -1,10 +1,12 @@
 """`use_compilation_cache`: what is kept, which folders are refused, and what damage does."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -124,7 +126,7 @@ def test_folder_that_others_can_replace_is_refused(tmp_path, link):
     if link:
         (given := tmp_path / "link").symlink_to(parent / "programs")
     parent.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"{given}: other users can write to {parent} .mode 0777.; `chmod o-w"):
+    with pytest.raises(PermissionError, match=f"{given}: other users can write to {parent} .mode 0777.; `chmod go-w"):
         jaxft.use_compilation_cache(given)
     parent.chmod(0o1777)  # as /tmp: only an owner can replace a folder
     jaxft.use_compilation_cache(given)
@@ -144,6 +146,48 @@ def test_folder_of_another_user_is_refused(folder, monkeypatch, link):
         jaxft.use_compilation_cache(given)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
+@pytest.mark.parametrize(("name", "members", "is_refused"), [
+    ("me", [], False), ("me", ["me"], False), ("me", ["me", "you"], True), ("us", ["me"], True), (None, [], True),
+])  # fmt: skip
+def test_folder_that_a_group_can_replace_is_refused(tmp_path, monkeypatch, name, members, is_refused):
+    def group(_):
+        return types.SimpleNamespace(gr_name=name, gr_mem=members) if name else {}["no such group"]
+
+    monkeypatch.setattr("grp.getgrgid", group)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: types.SimpleNamespace(pw_name="me"))
+    (parent := tmp_path / "parent").mkdir()
+    parent.chmod(0o775)
+    with pytest.raises(PermissionError, match="other users can write") if is_refused else contextlib.nullcontext():
+        jaxft.use_compilation_cache(parent / "programs")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no user ids")
+@pytest.mark.parametrize(("owner", "is_refused"), [(0, False), (54321, True)])
+def test_parent_of_another_user_is_refused(tmp_path, monkeypatch, owner, is_refused):
+    (parent := tmp_path / "parent").mkdir()
+    lstat = Path.lstat
+
+    def of_another(path):
+        status = lstat(path)
+        return os.stat_result((*status[:4], owner, *status[5:])) if path == parent else status
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    match = f"{parent} belongs to another user, who can replace the folder"
+    with pytest.raises(PermissionError, match=match) if is_refused else contextlib.nullcontext():
+        jaxft.use_compilation_cache(parent / "a" / "programs")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
+def test_missing_parents_are_for_their_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        jaxft.use_compilation_cache(tmp_path / "a" / "b" / "programs")
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/programs")} == {0o700}
+
+
 def test_file_as_folder_is_refused(folder):
     folder.write_text("")
     with pytest.raises(OSError, match=f"cannot use the folder {folder}"):
@@ -151,12 +195,15 @@ def test_file_as_folder_is_refused(folder):
 
 
 def test_missing_home_is_an_error(monkeypatch):
-    def fail(path):
+    def fail(*_):
         raise RuntimeError("no home")
 
     monkeypatch.setattr(Path, "expanduser", fail)
     with pytest.raises(OSError, match="cannot use the folder ~.programs: no home"):
         jaxft.use_compilation_cache("~/programs")
+    monkeypatch.setattr("platformdirs.user_cache_path", fail)
+    with pytest.raises(OSError, match="cannot use the folder in the user's cache: no home"):
+        jaxft.use_compilation_cache()
 
 
 @pytest.mark.parametrize(("error", "options"), [
@@ -336,6 +383,14 @@ def test_command_leaves_the_users_own_setting(model, folder):
     assert os.listdir(folder) == ["own"]
 
 
+def test_command_keeps_nothing_in_the_users_own_folder_on_request(model, folder):
+    own = {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    assert command(model, "--no-compilation-cache", **own).returncode == 0
+    assert not [*folder.rglob("*-cache")]
+    assert command(model, **own).returncode == 0
+    assert [*folder.rglob("*-cache")]
+
+
 def test_command_refuses_a_named_folder(model, folder):
     folder.mkdir()
     folder.chmod(0o777)
@@ -366,20 +421,26 @@ def test_nothing_is_kept_in_a_folder_that_was_replaced(folder, mode):
 def test_programs_are_kept_in_a_folder_behind_a_link(folder):
     folder.mkdir(mode=0o700)
     (link := folder.with_name("link")).symlink_to(folder)
-    jaxft.use_compilation_cache(link)
+    assert jaxft.use_compilation_cache(link) == folder
+    link.unlink()  # so that nothing depends on the link any more, wherever it leads
+    link.symlink_to(folder.parent)
     compilation_cache.write("jaxft-1", b"1")
-    assert compilation_cache.folder() == link and compilation_cache.read("jaxft-1") == b"1"
+    assert compilation_cache.folder() == folder and compilation_cache.read("jaxft-1") == b"1"
+    assert not compiled() and len(programs(folder)) == 2
 
 
-@pytest.mark.parametrize("environment", [{}, {"JAX_ENABLE_COMPILATION_CACHE": "0"}])
-def test_warmup_that_would_keep_nothing_is_an_error(folder, environment):
+@pytest.mark.parametrize(("environment", "reason"), [
+    ({}, "the compilation cache"), ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "the compilation cache"),
+    ({"JAX_COMPILATION_CACHE_DIR": "own"}, "all programs to be kept"),
+])  # fmt: skip
+def test_warmup_that_would_keep_nothing_is_an_error(folder, environment, reason):
     if not environment:
         folder.write_text("")
     done = subprocess.run(
         [sys.executable, "-m", "jaxft.cli", "warmup", "--model", "none"], capture_output=True, text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(folder), "HOME": str(folder), **environment},
     )  # fmt: skip
-    assert done.returncode == 2 and "warmup needs the compilation cache" in done.stderr
+    assert done.returncode == 2 and f"warmup needs {reason}" in done.stderr
 
 
 def test_function_main_leaves_jax_settings(model, monkeypatch, tmp_path, capsys):

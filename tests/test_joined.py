@@ -86,6 +86,17 @@ def test_model_does_not_change_and_its_kernels_are_freed_with_it():
     assert kernel() is None and table() is joined.embeddings.word.get_raw_value()
 
 
+@pytest.mark.parametrize("change", [join_kernels, quantize])
+def test_changes_of_the_copy_do_not_change_the_model(change):
+    model = model_of(implementation="xla")
+    state = jax.tree.map(np.asarray, nnx.state(model))
+    copy = change(model)
+    table = copy.embeddings.word.get_raw_value()
+    nnx.update(copy, jax.tree.map(lambda x: x + 1, nnx.state(copy)))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
+    assert model.embeddings.word.get_raw_value() is table
+
+
 def test_explain_names_the_same_plans():
     model = model_of(num_hidden_layers=1)
     assert str(jaxft.explain(hidden, join_kernels(model))) == str(jaxft.explain(hidden, model))
@@ -169,8 +180,8 @@ def test_errors():
         join_kernels(quantize(model_of()))
     with pytest.raises(ValueError, match="the kernels of the model have no values yet"):
         join_kernels(BertModel(BertConfig(**SIZES), rngs=None))
-    with pytest.raises(ValueError, match="the kernels of the model have no values yet"):
-        nnx.jit(join_kernels)(model_of(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"the kernels of the model are traced: join them outside of jax\.jit"):
+        nnx.jit(join_kernels)(model_of())
     model = model_of()
     model.layers[0].out_kernel.set_value(model.layers[0].out_kernel[...].astype("float32"))
     with pytest.raises(ValueError, match="the kernels of the model have several dtypes"):

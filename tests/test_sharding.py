@@ -530,7 +530,7 @@ def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
     assert found["error"] < 2e-6
     assert [shape for shape in found["summed"] if shape[:2] == [B // 2, T]] == [[B // 2, T, W]] * 4
     assert sorted(found["moved"]) == [[3, W], [W, 3, W]]
-    assert found["refused"] == "join_kernels: the kernels of the model are divided among devices"
+    assert found["refused"] == "join_kernels: the kernels of the model are on several devices"
 
 
 def test_training_step_sums_a_tied_vocabulary_once(measured):

@@ -246,6 +246,21 @@ def test_command_finds_the_programs_of_warmup(folder, tmp_path):
     assert sizes == [shapes] * 2
 
 
+@pytest.mark.parametrize("output", ["folder/", "file.npy"])
+def test_quantized_output_needs_no_program_after_warmup(folder, tmp_path, output, compiled, monkeypatch):
+    """A folder gets int8 ranges from its first texts, a file from all texts."""
+    pytest.importorskip("pyarrow")
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE")
+    (file := tmp_path / "texts.txt").write_text("\n".join(TEXTS[:30]) + "\n")
+    common = ["--model", str(folder), "--batch-size", "1", "--max-seq-length", "16", "--precision", "int8"]
+    loaded = SentenceEncoder.from_pretrained(folder, max_seq_length=16, dtype="float32")
+    monkeypatch.setattr(SentenceEncoder, "from_pretrained", lambda *_, **__: loaded)  # keeps the programs
+    assert cli.main(["warmup", *common]) == 0
+    compiled.clear()
+    assert cli.main(["encode", *common, str(file), "-o", f"{tmp_path}/{output}"]) == 0
+    assert compiled == []
+
+
 def test_command_needs_the_cache(folder, capsys):
     assert cli.main(["warmup", "--model", str(folder), "--no-compilation-cache"]) == 2
     assert "warmup needs the compilation cache" in capsys.readouterr().err

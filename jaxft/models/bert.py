@@ -274,12 +274,14 @@ class BertLayer(nnx.Module):
             problem = "are joined already"
         elif self.recipe is not None:
             problem = "are in float8"
-        elif any(_is_shape(x) or isinstance(x, jax.core.Tracer) for x in kernels):
+        elif any(map(_is_shape, kernels)):
             problem = "have no values yet"
         elif len({x.dtype for x in kernels}) > 1:
             problem = "have several dtypes"
+        elif any(isinstance(x, jax.core.Tracer) for x in kernels):
+            problem = "are traced: join them outside of jax.jit"
         elif any(isinstance(x, Array) and len(x.sharding.device_set) > 1 for x in kernels):
-            problem = "are divided among devices"
+            problem = "are on several devices"
         if problem is not None:
             raise ValueError(f"join_kernels: the kernels of the model {problem}")
         # On the host: XLA would compile a program for it on the device.

@@ -88,7 +88,7 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
       ValueError: `model` is in float8 already or its dtype is float32, or `recipe` is another string.
     """
     found = as_recipe("quantize", recipe)
-    copy = nnx.merge(*nnx.split(model)) if isinstance(model, nnx.Module) else None
+    copy = nnx.clone(model) if isinstance(model, nnx.Module) else None
     encoders = [] if copy is None else [m for _, m in nnx.iter_modules(copy) if hasattr(m, "quantize_layers")]
     if not encoders or copy is None or found is None:
         raise TypeError(f"quantize: model must be or contain a BertModel, got {type(model).__name__}")
