@@ -74,17 +74,17 @@ def disentangled_attention(
     query, key, value = (qkv[:, :, i] for i in range(3))
     length, size, span = qkv.shape[1], qkv.shape[-1], relative.shape[0] // 2
     scale = 1.0 / math.sqrt(3 * size)
-    wide = {"preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bqnh,bknh->bnqk", query, key, **wide)
+    scores = reference.product(query, key, "bqnh,bknh->bnqk")
     bucket = log_buckets(-_offsets(length), buckets, farthest)  # of query minus key
-    by_key = jnp.einsum("bqnh,rnh->bnqr", query, relative[:, 1], **wide)
-    by_query = jnp.einsum("bknh,rnh->bnkr", key, relative[:, 0], **wide)
+    by_key = reference.product(query, relative[:, 1], "bqnh,rnh->bnqr")
+    by_query = reference.product(key, relative[:, 0], "bknh,rnh->bnkr")
     for found, of_row in ((by_key, bucket), (by_query, -bucket)):  # rows are queries, then keys
         index = jnp.asarray(np.clip(of_row + span, 0, 2 * span - 1))
         part = jnp.take_along_axis(found, index[None, None], axis=-1)
         scores += part if found is by_key else part.mT
     weights = reference.softmax(scores, scale=scale, mask=mask)
-    return jnp.einsum("bnqk,bknh->bqnh", dropout(weights, dropout_rate, dropout_rng).astype(value.dtype), value)
+    weights = dropout(weights, dropout_rate, dropout_rng)
+    return reference.weighted_sum(weights, value, None, value.dtype, "bnqk,bknh->bqnh").astype(value.dtype)
 
 
 def log_buckets(offsets: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
