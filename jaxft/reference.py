@@ -287,7 +287,7 @@ def linear_cross_entropy(
     """
     labelled = labels != ignore_index
     x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
-    logits = _product(x, table, "...d,vd->...v", precision)
+    logits = product(x, table, "...d,vd->...v", precision)
     log_p = log_softmax(_logits(logits, None, bias))
     label = labels[..., None]
     is_label = _like(jnp.arange(table.shape[0]), label) == label
@@ -394,7 +394,8 @@ def _used_rows(used: Array, heads: int) -> Array:
     return jnp.swapaxes(used, 1, 2)[..., None]
 
 
-def _product(x: Array, y: Array, subscripts: str, precision: PrecisionLike) -> Array:
+def product(x: Array, y: Array, subscripts: str, precision: PrecisionLike = None) -> Array:
+    """Computes an einsum of two arrays, added up in float32 and not rounded."""
     factors = matmul_factors(x, y)
     return jnp.einsum(subscripts, *factors, precision=precision, preferred_element_type=wide_dtype(x))
 
@@ -412,11 +413,11 @@ def _scores(
     query: Array, key: Array, used_queries: Array | None, used_keys: Array | None, subscripts: str,
     precision: PrecisionLike,
 ) -> Array:  # fmt: skip
-    """Computes _product(query, key) of the rows that are used."""
+    """Computes product(query, key) of the rows that are used."""
     query, key = _cleared(query, used_queries), _cleared(key, used_keys)
     if query.shape[2] != key.shape[2]:
         query = query.reshape(*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], query.shape[3])
-    return _product(query, key, subscripts, precision)
+    return product(query, key, subscripts, precision)
 
 
 @_scores.defjvp
@@ -427,18 +428,18 @@ def _(subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) ->
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _weighted_sum(
-    p: Array, value: Array, used: Array | None, dtype: Any, subscripts: str, precision: PrecisionLike
+def weighted_sum(
+    p: Array, value: Array, used: Array | None, dtype: Any, subscripts: str, precision: PrecisionLike = None
 ) -> Array:
-    """Computes _product(p, value) of p in `dtype` and the values that are used. The gradient of p is not rounded."""
-    return _product(p.astype(dtype), _cleared(value, used), subscripts, precision)
+    """Computes product(p, value) of p in `dtype` and the values that are used. The gradient of p is not rounded."""
+    return product(p.astype(dtype), _cleared(value, used), subscripts, precision)
 
 
-@_weighted_sum.defjvp
+@weighted_sum.defjvp
 def _(dtype: Any, subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (p, value, used), (dp, dvalue, _) = primals, tangents
-    weigh = functools.partial(_weighted_sum, p, used=used, dtype=dtype, subscripts=subscripts, precision=precision)
-    return weigh(value), weigh(wide(dvalue)) + _product(dp, _cleared(value, used), subscripts, precision)
+    weigh = functools.partial(weighted_sum, p, used=used, dtype=dtype, subscripts=subscripts, precision=precision)
+    return weigh(value), weigh(wide(dvalue)) + product(dp, _cleared(value, used), subscripts, precision)
 
 
 def relative_bias_of_pairs(table: Array, query_length: int, key_length: int) -> Array:
@@ -500,7 +501,7 @@ def dot_product_attention(
     within = None if dropout_length is None else (batch, n, dropout_length, dropout_length)
     p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng, within)
     p = p if n == k else p.reshape(batch, k, n // k, t, s)
-    out = _weighted_sum(p, value, used_keys, value.dtype, f"b{own}ts,bs{shared}h->bt{own}h", precision)
+    out = weighted_sum(p, value, used_keys, value.dtype, f"b{own}ts,bs{shared}h->bt{own}h", precision)
     out = _cleared(out.reshape(batch, t, n, h).astype(query.dtype), used_queries)  # stops a NaN cotangent in padding
     if not return_residual:
         return out

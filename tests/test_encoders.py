@@ -5,6 +5,7 @@ import re
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -267,6 +268,24 @@ def test_packing_is_undone():
     padded = sequence_rows(rows, starts, 6)
     np.testing.assert_array_equal(packed_rows_of(padded, starts, 11), rows.at[8:].set(0))
     np.testing.assert_array_equal(packed_rows_of(padded[:, :4], starts, 11), rows.at[8:].set(0).at[4].set(0))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["deberta-v2", "jina_bert", *slow(*sorted(KINDS.keys() - {"deberta-v2", "jina_bert"}))]
+)
+def test_types_have_symbolic_sizes_and_promote_nothing(kind, packed):
+    """Forward and gradient."""
+    graph, params = nnx.split(BertModel(BertConfig.from_dict(KINDS[kind] | TWO_LAYERS), rngs=nnx.Rngs(0)))
+
+    def gradients(ids, other, long):
+        options = {"cu_seqlens": other, "max_seqlen": long.size} if packed else {"attention_mask": other}
+        return jax.value_and_grad(lambda p: jnp.sum(nnx.merge(graph, p)(ids, **options).last_hidden_state))(params)
+
+    shapes = ("m", "b + 1", "t") if packed else ("b, t", "b, t", "t")
+    structs = tuple(jax.ShapeDtypeStruct((1,) * (shape.count(",") + 1), jnp.int32) for shape in shapes)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.export.export(jax.jit(gradients))(*jax.export.symbolic_args_specs(structs, shapes))
 
 
 def plain_jina(params, ids, config):

@@ -12,6 +12,7 @@ import cases
 import jaxft
 from compare import errors, magnitude, ulp
 from jaxft.models import attention_fn
+from jaxft.models.positions import disentangled_attention
 
 ROWS, D = 10_000, 8
 ROW, KERNEL, VECTOR = (ROWS, D), (D, D), (D,)
@@ -327,14 +328,23 @@ def test_hessian_of_embeddings_is_summed_in_float32():
     assert errors("word", got, exact).max() <= 0.02 * magnitude(exact)
 
 
-def test_attention_gradients_do_not_overflow_inside():
-    """A product of 2^15 and values summed over a head exceeds float16; the gradients themselves do not."""
+@pytest.mark.parametrize("relative", [None, 0.01])
+def test_attention_gradients_do_not_overflow_inside(relative):
+    """A product of 2^15 and values summed over a head exceeds float16; the gradients themselves do not.
+
+    With `relative`, the attention is DeBERTa's, which has embeddings of relative positions of this size.
+    """
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal((1, 8, 1, 64)), jnp.float16) for _ in range(3)]
     arrays[0] *= jnp.float16(0.01)
+    if relative:
+        arrays[1] *= jnp.float16(0.01)
+        arrays.append(jnp.asarray(relative * rng.standard_normal((8, 2, 1, 64)), jnp.float16))
 
     def gradients(dtype):
-        def attend(q, k, v):
+        def attend(q, k, v, *table):
+            if table:
+                return disentangled_attention(jnp.stack([q, k, v], axis=2), *table, None, buckets=4, farthest=8)
             return jaxft.dot_product_attention(q, k, v, scale=2.0**-9, implementation="xla")
 
         return jax.vjp(attend, *(x.astype(dtype) for x in arrays))[1](jnp.full((1, 8, 1, 64), 2.0**13, dtype))

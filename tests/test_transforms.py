@@ -408,6 +408,29 @@ def test_vmap_over_explicit_axes_runs_kernels(name):
     assert traced.out_info.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+# `bundle` takes a tree of arrays, and its call concatenates them outside of the op.
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "dense", *slow(*sorted(CALLS.keys() - {"layer_norm", "dense", "bundle"}))]
+)
+def test_numpy_parameters_have_gradients_under_vmap_over_explicit_axes(name):
+    """The type of a NumPy array that is differentiated has no mesh."""
+    call, mesh = CALLS[name], AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    mapped, *others = call.arrays().items()
+    floats = {n: x for n, x in others if jnp.issubdtype(x.dtype, jnp.floating)}
+    fixed = {n: x for n, x in others if n not in floats}
+
+    def gradients(x):
+        return jax.grad(lambda floats: total(call.function(**{mapped[0]: x}, **floats, **fixed, implementation=None)))(
+            floats
+        )
+
+    shape, dtype = (4, *mapped[1].shape), mapped[1].dtype
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("d")))
+    with dispatch.target(), jax.sharding.use_abstract_mesh(mesh):
+        found = jax.eval_shape(jax.vmap(gradients), x)
+    assert {n: d.shape for n, d in found.items()} == {n: (4, *d.shape) for n, d in floats.items()}
+
+
 # Arguments that kernels cannot run with where their first axis is sharded, besides gamma and beta.
 REFUSED = {
     "layer_norm (a row)": "x",

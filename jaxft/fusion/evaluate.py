@@ -124,7 +124,7 @@ class Program:
             if known in g.consts:
                 return g.consts[known]
         full = jnp.full(found.shape, g.uniform[found], found.dtype)
-        return transforms.vary_over(full, varying(found.aval)) if varying(found.aval) else full
+        return transforms.vary_over(full, varying(found.aval))
 
     def bind(self, node: Node, operands: Sequence[Any]) -> list[Any]:
         """Runs one node."""

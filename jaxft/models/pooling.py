@@ -114,7 +114,8 @@ def _rows(x: jax.Array, index: jax.Array, used: jax.Array) -> jax.Array:
 def packed_rows_of(x: jax.Array, cu_seqlens: jax.Array, rows: int) -> jax.Array:
     """Packs padded `[B, length, D]` to `[rows, D]`, the inverse of `sequence_rows`. Rows of no sequence are 0."""
     row = jnp.arange(rows, dtype=cu_seqlens.dtype)
-    sequence = jnp.searchsorted(cu_seqlens, row, side="right") - 1  # the last of those that start there: not empty
+    # The last of the sequences that start there, which is not empty. JAX's searchsorted takes no symbolic size.
+    sequence = jnp.sum(cu_seqlens[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1
     place = row - cu_seqlens[jnp.maximum(sequence, 0)]
     # The rows after the last sequence count as rows of one more, and so lie beyond the array.
     index = jnp.where(place < x.shape[1], sequence * x.shape[1] + place, x.shape[0] * x.shape[1])

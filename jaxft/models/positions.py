@@ -13,12 +13,6 @@ from jaxft.dropout import dropout
 _BUCKETS, _FARTHEST = 32, 128  # MPNet's, which its config.json does not change
 
 
-def _offsets(length: int) -> np.ndarray:
-    """Returns key minus query, int32 `[length, length]`."""
-    row = np.arange(length, dtype=np.int32)
-    return row[None, :] - row[:, None]
-
-
 def bucket_table(weights: Array) -> Array:
     """Returns the table of biases that T5's buckets take from `weights` `[buckets, N]`, float32 `[N, 2R+1]`.
 
@@ -43,7 +37,7 @@ def alibi_table(heads: int, length: Any) -> Array:
     It is the argument `relative_bias` of attention. `length` is the length of the longest sequence.
     """
     distance = jnp.abs(jnp.arange(2 * length + 1, dtype=jnp.int32) - length)
-    return -jnp.asarray(_slopes(heads))[:, None] * distance.astype(jnp.float32)
+    return -jnp.asarray(_slopes(heads))[:, None] * distance[None].astype(jnp.float32)
 
 
 def _slopes(heads: int) -> np.ndarray:
@@ -74,17 +68,20 @@ def disentangled_attention(
     query, key, value = (qkv[:, :, i] for i in range(3))
     length, size, span = qkv.shape[1], qkv.shape[-1], relative.shape[0] // 2
     scale = 1.0 / math.sqrt(3 * size)
-    wide = {"preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bqnh,bknh->bnqk", query, key, **wide)
-    bucket = log_buckets(-_offsets(length), buckets, farthest)  # of query minus key
-    by_key = jnp.einsum("bqnh,rnh->bnqr", query, relative[:, 1], **wide)
-    by_query = jnp.einsum("bknh,rnh->bnkr", key, relative[:, 0], **wide)
-    for found, of_row in ((by_key, bucket), (by_query, -bucket)):  # rows are queries, then keys
-        index = jnp.asarray(np.clip(of_row + span, 0, 2 * span - 1))
+    scores = reference.product(query, key, "bqnh,bknh->bnqk")
+    most = max(farthest, span)  # all distances from here on have the same row of `relative`
+    bucket = log_buckets(np.arange(-most, most + 1, dtype=np.int32), buckets, farthest)
+    row = jnp.arange(length, dtype=jnp.int32)
+    place = jnp.clip(row[:, None] - row[None, :], -most, most) + most  # of query minus key in `bucket`
+    by_key = reference.product(query, relative[:, 1], "bqnh,rnh->bnqr")
+    by_query = reference.product(key, relative[:, 0], "bknh,rnh->bnkr")
+    for found, chosen in ((by_key, bucket), (by_query, -bucket)):  # rows are queries, then keys
+        index = jnp.asarray(np.clip(chosen + span, 0, 2 * span - 1))[place]
         part = jnp.take_along_axis(found, index[None, None], axis=-1)
         scores += part if found is by_key else part.mT
     weights = reference.softmax(scores, scale=scale, mask=mask)
-    return jnp.einsum("bnqk,bknh->bqnh", dropout(weights, dropout_rate, dropout_rng).astype(value.dtype), value)
+    weights = dropout(weights, dropout_rate, dropout_rng)
+    return reference.weighted_sum(weights, value, None, value.dtype, "bnqk,bknh->bqnh").astype(value.dtype)
 
 
 def log_buckets(offsets: np.ndarray, buckets: int, farthest: int) -> np.ndarray:

@@ -147,7 +147,7 @@ def over_explicit_axes(rule: str | Callable[[dict[str, Any]], str]) -> Callable[
             shardings = tuple(NamedSharding(mesh, spec) for spec in types)
             out = shardings if len(shardings) > 1 else shardings[0]
             mapped = jax.sharding.auto_axes(on_auto_axes, axes=mesh.explicit_axes, out_sharding=out)
-            return mapped(*(leaves[i] for i in own))
+            return mapped(*(_in_mesh(leaves[i], mesh) for i in own))
 
         return run  # type: ignore[return-value]
 
@@ -168,6 +168,17 @@ def _explicit_mesh(x: Any) -> Any:
     if not sharding.mesh.explicit_axes or sharding.mesh.manual_axes:
         return None
     return getattr(x, "sharding", sharding).mesh  # outside of a jit, with the devices
+
+
+def _in_mesh(x: Array, mesh: Any) -> Array:
+    """Returns `x` with the mesh in its type. A NumPy array that is differentiated has none.
+
+    The transpose of JAX's reshard of such an array raises under a `vmap` over an Explicit axis. The transpose of a
+    product does not.
+    """
+    if not jax.typeof(x).sharding.mesh.empty or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x * jax.lax.full((), 1, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _types_of_results(rule: str, given: Mapping[str, Any]) -> tuple[list[PartitionSpec], str | None]:

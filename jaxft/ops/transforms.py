@@ -213,5 +213,4 @@ def varying(*arrays: Array | None) -> frozenset[Any]:
 
 def vary_over(x: Array, axes: frozenset[Any]) -> Array:
     """Returns `x`, which then also varies over the given mesh axes."""
-    missing = tuple(axes - varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return jax.lax.pcast(x, tuple(axes - varying(x)), to="varying")
