@@ -499,6 +499,8 @@ SPELLINGS = {
     "a loss of merged rows": (one_of(lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(
         (x @ w).reshape(-1, V)), jnp.arange(16)[:, None], -1).mean(), ROWS, TABLE), {LOSS: 1}),
     "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
+    "a loss that is divided by a number": (
+        one_of(lambda x, w: jnp.sum(losses(x, w) / 4), ROWS, TABLE), {LOSS: 1}),
     "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
     "numbers times queries and keys": (
         one_of(lambda q, k, v: jnp.einsum(
@@ -577,6 +579,15 @@ def test_ops_keep_the_precision_of_matmuls(name):
         text = str(jax.make_jaxpr(fused)(*args))
     highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") + text.count("precision=Precision.HIGHEST")
     assert text.count("dot_general[") == highest > 0
+
+
+def test_table_of_words_is_the_longest():
+    def fn(types, words, places):
+        ids = jnp.arange(8).reshape(2, 4)
+        return norm_of(types[ids % 2] + words[ids] + places[ids % 4])
+
+    (record,) = jaxft.fuse(fn, force=True).report(*(normal(i, rows, D) for i, rows in enumerate((2, 9, 4))))
+    assert record.op == "embeddings_layer_norm" and "V=9" in record.sizes
 
 
 def test_bias_before_a_residual_is_taken_in():
