@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
@@ -31,7 +30,6 @@ from jaxft import (
 )
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import bert
-from jaxft.text import corpora
 from jaxft.training import contrastive_loss
 
 
@@ -99,42 +97,6 @@ def test_options_of_similar_reach_both_sides(model, calls, monkeypatch):
     common = {"batch_size": 2, "normalize_embeddings": True, "devices": [0]}
     assert seen["encode_query"] == common | {"prompt": "a ", "prompt_name": None}
     assert seen["encode_document"] == common | {"show_progress_bar": True}
-
-
-def test_options_of_a_folder_of_parts_reach_the_corpus(model, calls, monkeypatch, capsys):
-    def record(encoder, data, folder, **options):
-        seen.append(
-            {"encoder": (encoder.max_seq_length, encoder.truncate_dim), "data": data, "to": str(folder), **options}
-        )
-        return corpora.Summary(texts=6, nulls=2, written=3, found=4)
-
-    seen: list = []
-    monkeypatch.setattr(corpora, "encode_corpus", record)
-    given = {
-        "--text-column": "body", "--rows-per-part": "7", "--shard": "1/3", "--batch-size": "2", "--precision": "int8",
-        "--devices": "0", "--max-seq-length": "9", "--truncate-dim": "4", "--prompt": "a ", "--dtype": "bfloat16",
-    }  # fmt: skip
-    words = [word for option in given.items() for word in option]
-    begin = ["encode", "--model", model, "texts.txt", "-o", "out/"]
-    assert cli.main([*begin, *words, "--keep", "id", "--normalize", "--jsonl", "--implementation", "xla"]) == 0
-    shown = capsys.readouterr().err
-    assert "2 rows have no text; their embeddings are null" in shown and "parts: 3 written, 4 were there" in shown
-    assert cli.main([*begin, "--prompt-name", "query"]) == 0
-    common = {"data": ["texts.txt"], "to": "out", "show_progress_bar": True}
-    (about, own), defaults = ([options.pop("model") for options in seen], seen[1])
-    assert seen[0] == common | {
-        "encoder": (9, 4), "text_column": "body", "keep": ["id"], "rows_per_part": 7, "shard": (1, 3), "batch_size": 2,
-        "jsonl": True, "precision": "int8", "prompt": "a ", "prompt_name": None, "devices": [0],
-        "normalize_embeddings": True,
-    }  # fmt: skip
-    assert defaults == common | {
-        "encoder": (defaults["encoder"][0], None), "text_column": "text", "keep": (), "rows_per_part": 100_000,
-        "shard": (0, 1), "batch_size": 32, "jsonl": False, "precision": "float32", "prompt": None,
-        "prompt_name": "query", "devices": None, "normalize_embeddings": False,
-    }  # fmt: skip
-    assert (about["dtype"], about["implementation"], about["_model"]) == ("bfloat16", "xla", model)
-    assert (own["dtype"], own["implementation"], own["_revision"]) == ("float32", None, None)
-    assert about["model_sha256"] == own["model_sha256"] == corpora.model_digest(Path(model))
 
 
 @pytest.mark.parametrize(
