@@ -90,6 +90,9 @@ def test_fuse_of_fuse_keeps_strict_and_static_arguments():
     np.testing.assert_allclose(twice(x, 2, "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
     with pytest.raises(ValueError, match="nothing was replaced"):
         twice(x, 2, "nothing")
+    strict = fuse(fuse(scaled, static_argnums=(1, 2)), static_argnums=(1, 2), strict=True)
+    with pytest.raises(ValueError, match="nothing was replaced"):
+        strict(x, 2, "nothing")
 
 
 CONTROL = {
@@ -1069,6 +1072,17 @@ def test_static_arguments_by_position_and_by_name(static):
 
     x, fused = jnp.ones((2, 3)), fuse(f, **static)
     np.testing.assert_allclose(fused(x, np.ones(2)), fused(x, sizes=np.ones(2)))
+
+
+def test_negative_static_position_counts_all_parameters():
+    seen = []
+
+    def f(x, sizes, last=1.0):
+        seen.append(sizes)
+        return jax.nn.softmax(x * last, -1)
+
+    fuse(f, static_argnums=-1)(jnp.ones((2, 3)), np.ones(2))
+    assert isinstance(seen[0], jax.core.Tracer)
 
 
 def test_only_report_takes_shapes():

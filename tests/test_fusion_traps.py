@@ -385,7 +385,7 @@ REASONS = {
     "one of two matmuls": (attention(
         lambda s, m: jax.nn.softmax(jnp.where(m, s, s + 1))), "the logits are selected from two arrays"),
     "logits that only choose": (attention(
-        lambda s, m: jax.nn.softmax(jnp.where(s > 0, jnp.arange(1.0, T + 1), -1e9))), "selected from two arrays"),
+        lambda s, m: jax.nn.softmax(jnp.where(s > 0, -1e9, jnp.arange(1.0, T + 1)))), "selected from two arrays"),
     "a number beside embeddings": (of_words(lambda w, p: w + p + 1), "a number is added to the embeddings"),
     "a vector beside embeddings": (of_words(lambda w, p: w + p + p[0]), "something else is added to the embeddings"),
     "four embeddings": (

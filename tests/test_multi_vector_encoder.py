@@ -123,6 +123,16 @@ def test_punctuation_of_documents_is_left_out(encoder):
     np.testing.assert_array_equal(kept, everything["token_embeddings"][everything["attention_mask"]])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, "[MASK]"), ({"mask_token": None, "eos_token": "[SEP]"}, "[SEP]")], ids=str
+)
+def test_token_of_expansions_is_the_one_that_the_folder_names(changes, expected, copy):
+    """The mask token, or else the token that ends a text."""
+    encoder = MultiVectorEncoder.from_pretrained(copy("tokenizer_config.json", **changes))
+    ids = encoder.encode_query("rain", output_value=None)["input_ids"]
+    assert ids[-1] == encoder.tokenizer.token_to_id(expected) and len(ids) == encoder.query_expansion["length"]
+
+
 @pytest.mark.parametrize("products", [1, 300, 1 << 26], ids=["one by one", "few", "all at once"])
 def test_scores_are_the_sums_of_maxima(products, monkeypatch):
     monkeypatch.setattr(similarities, "_PRODUCTS", products)
