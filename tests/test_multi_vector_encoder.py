@@ -152,6 +152,16 @@ def test_scores_are_the_sums_of_maxima(products, monkeypatch):
     np.testing.assert_allclose(on_device, expected / np.array(lengths)[:, None], **bounds)
 
 
+@pytest.mark.parametrize("name", ["maxsim", "meanmaxsim"])
+def test_pairs_have_the_scores_of_the_name(name, encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "similarity_fn_name", name)
+    queries, documents = ([np.float32(i + np.arange(6).reshape(3, 2)) for i in (k, k + 1)] for k in (0, 5))
+    both, pairs = encoder.similarity(queries, documents), encoder.similarity_pairwise(queries, documents)
+    np.testing.assert_allclose(pairs, np.diag(both), rtol=1e-6)
+    expected = np.array([plain(query, document) for query, document in zip(queries, documents, strict=True)])
+    np.testing.assert_allclose(pairs, expected / (3 if name == "meanmaxsim" else 1), rtol=1e-6)
+
+
 def test_one_query_and_empty_documents_have_scores(encoder):
     query, documents = encoder.encode_query("rain"), encoder.encode_document(TEXTS)
     assert encoder.similarity(query, documents).shape == (1, len(TEXTS))

@@ -247,6 +247,7 @@ def test_the_scale_grows_within_limits():
     skipped = [int((scale := scale.update(finite)).skipped) for finite in (bad, bad, good, bad)]
     assert skipped == [1, 2, 0, 1]
     assert LossScale.create(2.0**24).update(good, growth_interval=1).scale == 2.0**24
+    assert LossScale.create().update(good, growth_interval=2**40).good_steps == 1
     assert [leaf.dtype for leaf in scale] == [jnp.float32, jnp.int32, jnp.int32]
 
 
