@@ -289,6 +289,15 @@ VALUES = {
     "a loss with a mask that is inverted": one_of(
         lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
     "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),
+    "a 16-bit bias times a number": attention(lambda s, m: jax.nn.softmax(
+        s + 0.3 * (5.3 * jnp.arange(T)).astype(jnp.bfloat16).astype(jnp.float32))),
+    "a mask of what two masks have": attention(lambda s, m: jax.nn.softmax(jnp.where(m & OTHER, -1e9, s))),
+    "a mask of the lower triangle": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), -1e9, s))),
+    "a scale beyond a table": one_of(
+        lambda x, t: norm_of(x) * t.at[1].get(mode="fill", fill_value=2.0), (B, T, D), (1, D)),
+    "the row of a table of one row": one_of(
+        lambda x, t: norm_of(x + t[jnp.zeros(T, int)]), (B, T, D), (1, D)),
     "a permuted transpose": one_of(lambda x: x.transpose(1, 2, 0).transpose(0, 2, 1), (B, T, D)),
 }  # fmt: skip
 
