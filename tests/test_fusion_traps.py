@@ -289,6 +289,9 @@ VALUES = {
     "a loss with a mask that is inverted": one_of(
         lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
     "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),
+    "infinity times what is not attended": attention(
+        lambda s, m: jax.nn.softmax(s + (1 - m.astype(s.dtype)) * -jnp.inf)),
+    "infinity times what is attended": attention(lambda s, m: jax.nn.softmax(s + (m.astype(s.dtype) - 1) * jnp.inf)),
     "a 16-bit bias times a number": attention(lambda s, m: jax.nn.softmax(
         s + 0.3 * (5.3 * jnp.arange(T)).astype(jnp.bfloat16).astype(jnp.float32))),
     "a mask of what two masks have": attention(lambda s, m: jax.nn.softmax(jnp.where(m & OTHER, -1e9, s))),
