@@ -923,6 +923,15 @@ def test_gelu_in_16_bits_needs_its_constants(factor, counts):
     assert fuse(fn).report(normal(0, 4, 8).astype(jnp.bfloat16)).counts == counts
 
 
+def test_activation_is_read_as_it_is_and_in_float32():
+    def fn(x, b):
+        y = jax.nn.gelu(x + b)
+        return y, y.astype(jnp.float32).sum(-1)
+
+    args = [normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate([(4, 32), (32,)])]
+    assert fuse(fn).report(*args).counts == {"bias_activation": 1}
+
+
 def test_root_of_a_square_is_no_identity():
     def fn(x):  # the variance is a mean of |x - mean| ** 2, the centre is its absolute value
         centred = jnp.sqrt((x - x.mean(-1, keepdims=True)) ** 2)
