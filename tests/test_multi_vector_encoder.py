@@ -292,6 +292,8 @@ def test_saved_folder_gives_the_same(encoder, tmp_path):
     assert kinds[-2] == "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask"
     assert kinds[-1].endswith(".Normalize")
     assert f"a vector of {encoder.embedding_dimension} numbers" in (tmp_path / "README.md").read_text()
+    (masks,) = tmp_path.glob("*_MultiVectorMask/config.json")  # an empty list would leave out all tokens
+    assert json.loads(masks.read_text())["keep_only_token_ids"] is None
     again = MultiVectorEncoder.from_pretrained(tmp_path)
     for name in ("prompts", "query_expansion", "skiplist_words", "skiplist_tasks", "similarity_fn_name"):
         assert getattr(again, name) == getattr(encoder, name), name
