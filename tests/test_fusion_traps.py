@@ -294,7 +294,7 @@ VALUES = {
     "infinity times what is attended": attention(lambda s, m: jax.nn.softmax(s + (m.astype(s.dtype) - 1) * jnp.inf)),
     "a 16-bit bias times a number": lambda: (
         lambda q, k, v, b: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(
-            jnp.einsum("bqhd,bkhd->bhqk", q, k) + 0.3 * b.astype(jnp.float32)), v),
+            0.3 * (jnp.einsum("bqhd,bkhd->bhqk", q, k) + b.astype(jnp.float32))), v),
         [*(normal(i, *shape) for i, shape in enumerate(QKV)), (5.3 * jnp.arange(T)).astype(jnp.bfloat16)]),
     "a mask of what two masks have": attention(lambda s, m: jax.nn.softmax(jnp.where(m & OTHER, -1e9, s))),
     "a mask of the lower triangle": attention(
