@@ -705,6 +705,24 @@ def test_wrong_commands(arguments, message, capsys, monkeypatch):
     assert not Path("x").exists()
 
 
+def test_names_to_keep_differ(encoder):
+    write("a.parquet", TEXTS[:3], id=[1, 2, 3])
+    with pytest.raises(ValueError, match="encode_corpus: keep must be different names other than 'embedding'"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", keep=["id", "id"])
+
+
+def test_facts_about_the_run_may_differ(encoder):
+    write("a.parquet", TEXTS[:3])
+    for device in ("cpu", "gpu"):
+        facts = {"sha256": "1", "_device": device}
+        summary = corpora.encode_corpus(encoder, ["a.parquet"], "out", model=facts)
+        assert (summary.written, summary.found) == ((1, 0) if device == "cpu" else (0, 1))
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["about"] == {"device": "cpu"} and manifest["settings"]["sha256"] == "1"
+    with pytest.raises(DataError, match="its parts were made with sha256 '1', not '2'"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", model={"sha256": "2"})
+
+
 def test_options_reach_the_corpus(model, monkeypatch, capsys):
     def record(encoder, data, folder, **options):
         seen.append(
