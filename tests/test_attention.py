@@ -16,7 +16,7 @@ from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_mask, dropout_seed, keep_bits, keep_threshold
 from jaxft.kernels.triton import attention as kernel
-from jaxft.kernels.triton.attention_problem import Options, Rules, natural_logits
+from jaxft.kernels.triton.attention_problem import Options, Rules, natural_logits, problem
 from jaxft.tuning.table import AttentionConfig
 
 LOG_2 = np.float32(np.log(2.0))
@@ -522,3 +522,10 @@ def test_transposed_16_bit_arrays_attend_on_a_cpu(axes, dtype):
     expected = jaxft.dot_product_attention(**{n: x.astype(jnp.float32) for n, x in floats.items()})
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
     chex.assert_tree_all_finite(found)
+
+
+@pytest.mark.parametrize(("size", "width"), [(1, 16), (8, 16), (16, 16), (17, 32), (80, 128)])
+def test_tiles_have_at_least_16_columns(size, width):
+    """Triton multiplies no narrower ones on a GPU."""
+    x = jnp.ones((1, 4, 2, size))
+    assert problem(x, x, x, Rules(), Options(1.0)).width == width

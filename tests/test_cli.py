@@ -262,6 +262,7 @@ def test_encode_options_reach_the_encoder(folder, prompted):
     ):
         assert cli.main(["encode", "--model", prompted, "texts.txt", "-o", "out.npy", *arguments]) == 0
         np.testing.assert_allclose(np.load("out.npy"), encoder.encode(LINES, **options), rtol=0, atol=1e-6)
+    assert cli.main(["encode", "--model", prompted, "texts.txt", "-o", "out.npy", "--devices", "999"]) == 2
     encoder.max_seq_length = 4
     assert cli.main(["encode", "--model", prompted, "texts.txt", "-o", "out.npy", "--max-seq-length", "4"]) == 0
     np.testing.assert_allclose(np.load("out.npy"), encoder.encode(LINES), rtol=0, atol=1e-6)

@@ -112,6 +112,39 @@ def test_rotary_positions_need_an_even_head_size():
         read(**MODERN, hidden_size=6, num_attention_heads=2)
 
 
+def test_values_at_the_bounds_are_accepted():
+    config = read(hidden_dropout_prob=1, attention_probs_dropout_prob=0, initializer_range=0, pad_token_id=30)
+    assert (config.hidden_dropout_prob, config.initializer_range, config.pad_token_id) == (1, 0, 30)
+    with pytest.raises(ValueError, match="pad_token_id 31 is not below vocab_size 31"):
+        read(pad_token_id=31)
+    for fields in ({"hidden_dropout_prob": True}, {"attention_probs_dropout_prob": 1.01}, {"initializer_range": -0.1}):
+        with pytest.raises(ValueError, match=rf"{[*fields][0]} must be a .*number .*, got {[*fields.values()][0]}"):
+            read(**fields)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "field"), [("qkv", "out", "attention_bias"), ("ffn_in", "ffn_out", "mlp_bias")]
+)
+def test_biases_that_are_one_field_are_equal(first, second, field):
+    assert getattr(read(**MODERN, **{field: True}), f"{second}_bias")
+    with pytest.raises(ValueError, match=f"{first}_bias and {second}_bias must be equal, they are one field, {field}"):
+        dataclasses.replace(read(**MODERN), **{f"{second}_bias": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "inner", "accepted"),
+    [("bert", 1, 2**18, True), ("bert", 2, 2**18, False), ("modernbert", 1, 2**18, False), ("albert", 2, 2**18, True),
+     ("modernbert", 1, 2**17, True)],
+)  # fmt: skip
+def test_parameters_have_a_limit(kind, layers, inner, accepted):
+    """Each of the matrices of attention, and each of the two or three of the feed-forward network, has 2^32 or more."""
+    values = dataclasses.asdict(read(**(MODERN if kind == "modernbert" else {"model_type": kind})))
+    values |= {"hidden_size": 2**16, "num_attention_heads": 2**10, "num_hidden_layers": layers, "layer_types": None}
+    values |= {"intermediate_size": inner, "embedding_size": 2**16 if kind == "albert" else None}
+    problems = [problem for problem in configs._problems(values) if "parameters, at most 68719476736" in problem]
+    assert problems == [] if accepted else len(problems) == 1
+
+
 def test_code_of_a_checkpoint_is_mentioned(caplog):
     caplog.set_level(logging.WARNING, "jaxft")
     read(auto_map={"AutoModel": "x"})

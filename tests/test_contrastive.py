@@ -340,6 +340,23 @@ def test_cached_gradients_without_rows_are_0():
     assert loss.labelled == 0 and not any(x.any() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_single_row_counts_once(micro_batches):
+    params, batches = texts_and_params(micro_batches)
+
+    def single(*arrays):
+        return sum(array.astype(jnp.float32).sum() for array in arrays), jnp.int32(1)
+
+    def total(params):
+        parts = [embed(params, jax.tree.map(lambda x: x[i], batches)) for i in range(micro_batches)]  # noqa: B023
+        return sum(array.sum() for part in parts for array in part)
+
+    loss, gradients = cached_gradients(embed, single, params, batches)
+    assert loss.labelled == 1 and loss.mean == loss.total
+    for name, value in jax.grad(total)(params).items():
+        np.testing.assert_allclose(gradients[name], value, rtol=1e-5, atol=1e-5)
+
+
 def test_cached_gradients_have_the_dtype_of_the_parameters():
     params, batches = texts_and_params(dtype=jnp.bfloat16)
     loss, gradients = cached_gradients(embed, contrastive_loss, params, batches)

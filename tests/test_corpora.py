@@ -720,21 +720,59 @@ def test_wrong_commands(arguments, message, capsys, monkeypatch):
     assert not Path("x").exists()
 
 
+def test_names_to_keep_differ(encoder):
+    write("a.parquet", TEXTS[:3], id=[1, 2, 3])
+    with pytest.raises(ValueError, match="encode_corpus: keep must be different names other than 'embedding'"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", keep=["id", "id"])
+
+
+def test_facts_about_the_run_may_differ(encoder):
+    write("a.parquet", TEXTS[:3])
+    for device in ("cpu", "gpu"):
+        facts = {"sha256": "1", "_device": device}
+        summary = corpora.encode_corpus(encoder, ["a.parquet"], "out", model=facts)
+        assert (summary.written, summary.found) == ((1, 0) if device == "cpu" else (0, 1))
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["about"] == {"device": "cpu"} and manifest["settings"]["sha256"] == "1"
+    with pytest.raises(DataError, match="its parts were made with sha256 '1', not '2'"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", model={"sha256": "2"})
+
+
 def test_options_reach_the_corpus(model, monkeypatch, capsys):
-    given = {}
-    monkeypatch.setattr(
-        corpora, "encode_corpus", lambda _, data, target, **options: given.update(options) or corpora.Summary()
-    )
-    write("a.jsonl", TEXTS[:3])
-    options = "--text-column t --keep x y --rows-per-part 7 --shard 1/3 --jsonl --prompt p --batch-size 4"
-    options += " --precision int8 --normalize --devices 0 --truncate-dim 3"
-    assert cli.main(["encode", "--model", model, "a.jsonl", "-o", "out/", *options.split()]) == 0
-    assert len(given.pop("model")["model_sha256"]) == 64
-    assert given == {
-        "text_column": "t", "keep": ["x", "y"], "rows_per_part": 7, "shard": (1, 3), "jsonl": True, "prompt": "p",
-        "prompt_name": None, "batch_size": 4, "precision": "int8", "normalize_embeddings": True, "devices": [0],
-        "show_progress_bar": True,
+    def record(encoder, data, folder, **options):
+        seen.append(
+            {"encoder": (encoder.max_seq_length, encoder.truncate_dim), "data": data, "to": str(folder), **options}
+        )
+        return corpora.Summary(texts=6, nulls=2, written=3, found=4)
+
+    seen: list = []
+    write("texts.txt", TEXTS[:3])
+    monkeypatch.setattr(corpora, "encode_corpus", record)
+    given = {
+        "--text-column": "body", "--rows-per-part": "7", "--shard": "1/3", "--batch-size": "2", "--precision": "int8",
+        "--devices": "0", "--max-seq-length": "9", "--truncate-dim": "4", "--prompt": "a ", "--dtype": "bfloat16",
     }  # fmt: skip
+    words = [word for option in given.items() for word in option]
+    begin = ["encode", "--model", model, "texts.txt", "-o", "out/"]
+    assert cli.main([*begin, *words, "--keep", "id", "--normalize", "--jsonl", "--implementation", "xla"]) == 0
+    shown = capsys.readouterr().err
+    assert "2 rows have no text; their embeddings are null" in shown and "parts: 3 written, 4 were there" in shown
+    assert cli.main([*begin, "--prompt-name", "query"]) == 0
+    common = {"data": ["texts.txt"], "to": "out", "show_progress_bar": True}
+    (about, own), defaults = ([options.pop("model") for options in seen], seen[1])
+    assert seen[0] == common | {
+        "encoder": (9, 4), "text_column": "body", "keep": ["id"], "rows_per_part": 7, "shard": (1, 3), "batch_size": 2,
+        "jsonl": True, "precision": "int8", "prompt": "a ", "prompt_name": None, "devices": [0],
+        "normalize_embeddings": True,
+    }  # fmt: skip
+    assert defaults == common | {
+        "encoder": (defaults["encoder"][0], None), "text_column": "text", "keep": (), "rows_per_part": 100_000,
+        "shard": (0, 1), "batch_size": 32, "jsonl": False, "precision": "float32", "prompt": None,
+        "prompt_name": "query", "devices": None, "normalize_embeddings": False,
+    }  # fmt: skip
+    assert (about["dtype"], about["implementation"], about["_model"]) == ("bfloat16", "xla", model)
+    assert (own["dtype"], own["implementation"], own["_revision"]) == ("float32", None, None)
+    assert about["model_sha256"] == own["model_sha256"] == corpora.model_digest(Path(model))
 
 
 def test_compressed_file_without_a_folder(model, encoder):

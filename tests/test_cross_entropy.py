@@ -149,6 +149,15 @@ def test_bias_of_minus_infinity_excludes_a_class():
     check_op(floats | {"bias": floats["bias"].at[5].set(-jnp.inf)}, labels)
 
 
+def test_ignore_index_is_no_saturated_label():
+    """Labels of 64 bits beyond int32 become the largest and the smallest int32, which may not be ignored."""
+    x, table, labels = jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.array([0, 1])
+    for ignored in (2**31 - 1, -(2**31 - 1)):
+        with pytest.raises(ValueError, match="ignore_index must be a Python integer of 32 bits"):
+            jaxft.linear_cross_entropy(x, table, labels, ignore_index=ignored)
+    assert jaxft.linear_cross_entropy(x, table, labels, ignore_index=2**31 - 2).labelled == 2
+
+
 @pytest.mark.parametrize("ignore_index", [-1, 36, *slow(0, 1000)])
 def test_ignore_index(ignore_index):
     """`ignore_index` may be a class, such as the class of padding. Then -100 is an unknown label."""

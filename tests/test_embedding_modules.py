@@ -15,6 +15,7 @@ from jaxft import BertModel, EmbeddingModel, SentenceEncoder
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import embedding
 from jaxft.models.embedding import Dense, Dropout, LayerNorm, Normalize
+from jaxft.models.pooling import pool
 
 WIDTH = tiny.WIDTH
 TEXTS = ["a bird sings in the old tree", "rain", "", "the river , the old rain ."]
@@ -370,3 +371,10 @@ def test_bad_parameter_of_a_module_is_named(tmp_path):
     encoder.embedder.modules[0].bias.set_value(jnp.full(4, jnp.nan))
     with pytest.raises(ValueError, match="parameter modules.0.bias has NaN or infinite values"):
         encoder.encode(TEXTS)
+
+
+def test_prompt_alone_keeps_its_first_token_beside_padding_on_the_left():
+    hidden = jnp.arange(8.0).reshape(1, 4, 2)
+    mask, lengths = jnp.array([[False, True, True, True]]), jnp.array([3])
+    np.testing.assert_array_equal(pool(hidden, mask, ("cls",), lengths), hidden[:, 1])
+    np.testing.assert_array_equal(pool(hidden, mask, ("cls",), lengths - 1), hidden[:, 3])

@@ -12,7 +12,7 @@ import tiny
 from cases import slow_cases
 from jaxft import CrossEncoder, SentenceEncoder, paraphrase_mining
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.text import arguments
+from jaxft.text import arguments, similarities
 from jaxft.text.quantization import quantize_embeddings
 
 TEXTS = ["a bird sings in the old tree", "rain", "", "the river , the old rain .", "sings " * 100]
@@ -393,6 +393,13 @@ def test_calibration_may_be_a_list_of_embeddings(encoder):
 
 
 # --- Similarities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_short_embeddings_are_normalised_too(kind):
+    x = kind(np.float32([[3e-9, 4e-9], [0, 0], [30, 40]]))
+    close(np.asarray(similarities.normalized(x)), [[0.6, 0.8], [0, 0], [0.6, 0.8]])
+    close(np.asarray(similarities.SIMILARITIES["cosine"].full(x, x))[0], [1, 0, 1])
 
 
 def test_similarity_follows_its_name(encoder, folder):

@@ -21,7 +21,7 @@ from jaxft.models.bert import BertConfig, BertLayer, BertModel, Places
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.pooling import packed_rows_of, sequence_rows
-from jaxft.models.positions import alibi_table, log_buckets
+from jaxft.models.positions import alibi_table, disentangled_attention, log_buckets
 from jaxft.ops.rotary import rotary
 
 STORED = np.load(encoders.DATA)
@@ -385,6 +385,19 @@ def test_old_names_of_gte(monkeypatch):
     first, second = np.split(np.asarray(given[0, 3, 0, 0]), 2)
     expected = [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
     np.testing.assert_allclose(rotated[0][0, 3, 0, 0], np.concatenate(expected), atol=1e-6)
+
+
+def test_far_positions_of_deberta_share_the_outermost_rows():
+    """The table has rows for the distances -2, -1, 0 and 1 of a query from a key."""
+    rng = np.random.default_rng(0)
+    qkv, relative = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 5, 3, 1, 4), (4, 2, 1, 4)))
+    query, key, value = (np.float64(qkv[0, :, i, 0]) for i in range(3))
+    row = np.clip(np.arange(5)[:, None] - np.arange(5) + 2, 0, 3)
+    of_query, of_key = (np.float64(relative[row, i, 0]) for i in (1, 0))
+    scores = query @ key.T + (of_query * query[:, None]).sum(-1) + (of_key * key[None]).sum(-1)
+    weights = np.exp(scores / np.sqrt(12))
+    found = disentangled_attention(jnp.asarray(qkv), jnp.asarray(relative), None, 0, 2)
+    np.testing.assert_allclose(found[0, :, 0], weights @ value / weights.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
 def test_log_buckets():

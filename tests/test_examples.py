@@ -249,7 +249,9 @@ def test_run_killed_before_its_checkpoint_repeats_no_step(killed_at, tmp_path, m
 def test_checkpoints_of_killed_processes_are_removed(tmp_path):
     (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state" / "half").write_text("x")
-    assert finish(begin(tmp_path))
+    run = begin(tmp_path)
+    assert [*(tmp_path / "checkpoints").iterdir()] == []
+    assert finish(run)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "3"}
 
 
@@ -408,6 +410,20 @@ def test_diverged_run_keeps_the_good_checkpoint(dtype, bad, stopped, message, ad
     again = begin()
     assert again.step == stopped - 10 and len(losses(tmp_path)) == again.step
     assert dtype != "float16" or again.state.loss_scale.skipped == 20
+
+
+def test_more_skipped_steps_than_halvings_of_the_scale_stop_a_run(tmp_path):
+    params, scale = {"w": jnp.ones(2)}, LossScale.create(1.0)
+
+    def skipping(steps):
+        state = common.State(params, (), scale._replace(skipped=jnp.int32(steps)))
+        run = common.Run(tmp_path / str(steps), {"steps": 90, "seed": 0, "dtype": "float16"}, state)
+        run._losses.append(float("nan"))
+        return run
+
+    skipping(24)._check()
+    with pytest.raises(SystemExit, match="the gradients of 25 steps in a row were not finite"):
+        skipping(25)._check()
 
 
 @pytest.mark.skipif(INTERPRET, reason="takes a minute; on a CPU, programs are the same in every process")

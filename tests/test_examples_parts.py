@@ -1,5 +1,6 @@
 """Parts of the examples, operations in custom modules, and training with and without kernels."""
 
+import argparse
 import csv
 import dataclasses
 import json
@@ -337,3 +338,25 @@ def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, mo
     wrong = [case for case in train_parity.CASES if case.dtype == dtype]
     assert printed.count("PASS") == 3 - len(wrong)
     assert all(re.search(rf"{case}: .*: FAIL", printed) for case in wrong)
+
+
+def test_devices_share_equal_parts(monkeypatch):
+    alone, all_of_them = (common.Devices(argparse.Namespace(data_parallel=divides)) for divides in (False, True))
+    alone.check("--batch", 7)
+    assert alone.count == 1 and alone.mesh is None and all_of_them.count == jax.device_count()
+    all_of_them.count = 2
+    all_of_them.check("--batch", 8)
+    with pytest.raises(SystemExit, match="--batch must be a multiple of the 2 devices, got 7"):
+        all_of_them.check("--batch", 7)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(SystemExit, match="several processes need --data-parallel or --fsdp"):
+        common.Devices(argparse.Namespace())
+
+
+@pytest.mark.parametrize("names", [("2", None), (None, "0"), ("2", "a"), ("-2", "0")])
+def test_processes_need_numbers(names, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    for name, value in zip(("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), names, strict=True):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="several processes need JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"):
+        common.join_processes()

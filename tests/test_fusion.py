@@ -132,6 +132,14 @@ def test_check_compares_with_float64():
     np.testing.assert_allclose(check.allowed, 2 * check.original + 2**-22)
 
 
+@pytest.mark.parametrize("op", [jax.nn.softmax, jax.nn.log_softmax])
+def test_check_measures_beside_what_is_not_finite(op):
+    """A row without an element is NaN, and the logarithm of a masked probability is -inf."""
+    mask = jnp.arange(16) < jnp.array([16, 5, 0, 9])[:, None]
+    (check,) = jaxft.fuse(lambda x, m: op(jnp.where(m, x, -jnp.inf)), force=True).check(normal(0, 4, 16), mask)
+    assert check.is_exact and 0 < check.original < 1e-6 and 0 < check.fused < 1e-6
+
+
 @pytest.mark.parametrize("way", [False, True])
 def test_check_follows_the_branch_that_is_taken(way):
     def fn(way, x):

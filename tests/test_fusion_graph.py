@@ -8,6 +8,7 @@ from jax.experimental import io_callback
 
 import jaxft
 from fusion_cases import normal
+from jaxft.fusion import graph
 from jaxft.fusion.graph import Graph
 from jaxft.fusion.site import Refused, check_kept_inside, precision_name, region
 
@@ -41,6 +42,14 @@ def test_constants_have_the_values_of_jax(name):
     g, expected = graph_of(CONSTANTS[name]), CONSTANTS[name]()
     found = g.constant(g.outvars[0])
     np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), np.asarray(expected, found.dtype))
+
+
+def test_large_constants_are_not_evaluated(monkeypatch):
+    table = jnp.arange(9)
+    for largest, is_known in ((9, True), (8, False)):
+        monkeypatch.setattr(graph, "_LARGEST_CONSTANT", largest)
+        g = graph_of(lambda: (iota(9) + 1, table))
+        assert [g.constant(v) is not None for v in g.outvars] == [is_known] * 2
 
 
 def test_bits_of_integers_are_no_constants():
@@ -131,7 +140,9 @@ def test_key_of_a_closure_is_no_number():
     np.testing.assert_allclose(jaxft.fuse(fn, force=True)(x), fn(x), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "is_inlined"), [({}, True), ({"donate_argnums": 0}, False)])
+@pytest.mark.parametrize(("options", "is_inlined"), [
+    ({}, True), ({"donate_argnums": 0}, False),
+])  # fmt: skip
 def test_calls_with_options_are_not_inlined(options, is_inlined):
     g = graph_of(lambda x: jax.jit(jnp.sin, **options)(x), normal(0, 3, 8))
     assert [node.name == "sin" for node in g.nodes] == [is_inlined]

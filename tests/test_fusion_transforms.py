@@ -92,6 +92,9 @@ def test_fuse_of_fuse_keeps_strict_and_static_arguments():
         twice(x, 2, "nothing")
     other = fuse(once, only="softmax")
     np.testing.assert_allclose(other(x, 2, "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
+    strict = fuse(fuse(scaled, static_argnums=(1, 2)), static_argnums=(1, 2), strict=True)
+    with pytest.raises(ValueError, match="nothing was replaced"):
+        strict(x, 2, "nothing")
 
 
 CONTROL = {
@@ -622,6 +625,16 @@ def test_dying_operands_are_written_in_place():
     assert fuse(norm[0]).report(*norm[1]).saves == 0  # x is an argument
 
 
+def test_both_results_of_a_norm_are_written_in_place():
+    def fn(x, w, v):
+        y = x @ w + x @ v
+        centred = y - y.mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-3), y
+
+    (record,) = fuse(fn, only="layer_norm").report(normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16))
+    assert record.op == "bias_residual_layer_norm" and record.saves == 2 * 8 * 16 * 4
+
+
 def test_operand_that_lives_on_is_not_overwritten():
     def fn(x, w):
         y = x @ w
@@ -785,8 +798,7 @@ def test_rows_masked_by_minus_infinity_stay_nan(name):
     found, expected = fuse(fn)(*args, EMPTY), fn(*args, EMPTY)
     assert np.isnan(expected).any()
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    if op == ATT:
-        np.testing.assert_allclose(fuse(fn, masked_rows="mask")(*args, EMPTY), expected, atol=1e-5)
+    np.testing.assert_allclose(fuse(fn, masked_rows="mask")(*args, EMPTY), expected, atol=1e-5)
     assert not np.isnan(fuse(fn, masked_rows="zero")(*args, EMPTY)).any()
 
 
@@ -826,16 +838,16 @@ def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
     assert_same(empty, np.zeros_like(empty) if masked_rows == "zero" else fn(*args, EMPTY)[1])
 
 
-@pytest.mark.parametrize(("low", "masked_rows", "replaced"), [
-    (-9e3, "mask", False), (-65504.0, "exact", True), (-1e5, "exact", False), (-1e5, "mask", True),
-    (-1e9, "exact", True),
+@pytest.mark.parametrize(("low", "masked_rows", "dtype", "replaced"), [
+    (-9e3, "mask", jnp.float32, False), (-65504.0, "exact", jnp.float32, True), (-1e5, "exact", jnp.float32, False),
+    (-1e5, "mask", jnp.float32, True), (-1e9, "exact", jnp.float32, True), (-1e9, "exact", jnp.bfloat16, True),
 ])  # fmt: skip
-def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, replaced):
+def test_masked_rows_exact_needs_logits_that_are_surely_low(low, masked_rows, dtype, replaced):
     def fn(q, k, v, mask):
         s = jnp.where(mask[:, None, None], jnp.einsum("btnh,bsnh->bnts", q, k), low)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
 
-    args = [normal(i, 2, 12, 4, 8) for i in range(3)]
+    args = [normal(i, 2, 12, 4, 8).astype(dtype) for i in range(3)]
     report = fuse(fn, masked_rows=masked_rows).report(*args, PAD)
     assert (report.counts.get(ATT) == 1) == replaced
     assert replaced or any(f"masked logits are {low:.6g}" in record.reason for record in report)
@@ -911,6 +923,15 @@ def test_gelu_in_16_bits_needs_its_constants(factor, counts):
         return 0.5 * x * (1 + jnp.tanh(factor * (x + 0.044715 * x**3)))
 
     assert fuse(fn).report(normal(0, 4, 8).astype(jnp.bfloat16)).counts == counts
+
+
+def test_activation_is_read_as_it_is_and_in_float32():
+    def fn(x, b):
+        y = jax.nn.gelu(x + b)
+        return y, y.astype(jnp.float32).sum(-1)
+
+    args = [normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate([(4, 32), (32,)])]
+    assert fuse(fn).report(*args).counts == {"bias_activation": 1}
 
 
 def test_root_of_a_square_is_no_identity():
@@ -1067,6 +1088,17 @@ def test_static_arguments_by_position_and_by_name(static):
 def test_last_of_any_number_of_arguments_has_no_name():
     fused = fuse(lambda x, *sizes: jax.nn.softmax(x, -1), static_argnums=-1)
     assert fused.report(x=jax.ShapeDtypeStruct((2, 8), jnp.float32)).counts == {"softmax": 1}
+
+
+def test_negative_static_position_counts_all_parameters():
+    seen = []
+
+    def f(x, sizes, last=1.0):
+        seen.append(sizes)
+        return jax.nn.softmax(x * last, -1)
+
+    fuse(f, static_argnums=-1)(jnp.ones((2, 3)), np.ones(2))
+    assert isinstance(seen[0], jax.core.Tracer)
 
 
 def test_only_report_takes_shapes():

@@ -289,6 +289,20 @@ VALUES = {
     "a loss with a mask that is inverted": one_of(
         lambda x, w: jnp.sum(jnp.where(MASK, 0, losses(x, w))), ROWS, TABLE),
     "a loss of weighted rows": one_of(lambda x, w, y: jnp.sum(losses(x, w) * y), ROWS, TABLE, (4, 4)),
+    "infinity times what is not attended": attention(
+        lambda s, m: jax.nn.softmax(s + (1 - m.astype(s.dtype)) * -jnp.inf)),
+    "infinity times what is attended": attention(lambda s, m: jax.nn.softmax(s + (m.astype(s.dtype) - 1) * jnp.inf)),
+    "a 16-bit bias times a number": lambda: (
+        lambda q, k, v, b: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(
+            0.3 * (jnp.einsum("bqhd,bkhd->bhqk", q, k) + b.astype(jnp.float32))), v),
+        [*(normal(i, *shape) for i, shape in enumerate(QKV)), (5.3 * jnp.arange(T)).astype(jnp.bfloat16)]),
+    "a mask of what two masks have": attention(lambda s, m: jax.nn.softmax(jnp.where(m & OTHER, -1e9, s))),
+    "a mask of the lower triangle": attention(
+        lambda s, m: jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), -1e9, s))),
+    "a scale beyond a table": one_of(
+        lambda x, t: norm_of(x) * t.at[1].get(mode="fill", fill_value=2.0), (B, T, D), (1, D)),
+    "the row of a table of one row": one_of(
+        lambda x, t: norm_of(x + t[jnp.zeros(T, int)]), (B, T, D), (1, D)),
     "a permuted transpose": one_of(lambda x: x.transpose(1, 2, 0).transpose(0, 2, 1), (B, T, D)),
 }  # fmt: skip
 
@@ -339,6 +353,100 @@ def test_near_miss_has_a_reason(name):
     fn, args = make()
     report = jaxft.fuse(fn, force=True).report(*args)
     assert report.counts == {} and any(reason in record.reason for record in report), report
+
+
+def heads(of_logits, of_result, *shapes, weights=jax.nn.softmax):
+    """Attention by two einsums."""
+    return one_of(lambda q, k, v: jnp.einsum(of_result, weights(jnp.einsum(of_logits, q, k)), v), *shapes)
+
+
+def loss_of(of_rows, *shapes):
+    """The loss of the log-softmax of a matmul."""
+    return one_of(lambda x, w, *more: of_rows(jax.nn.log_softmax(x @ w), *more), (4, D), TABLE, *shapes)
+
+
+def picked(y, **options):
+    return jnp.take_along_axis(y, jnp.arange(4)[:, None], -1, **options)[:, 0]
+
+
+def root_of(of_variance):
+    return one_of(lambda x: (x - mean(x)) * jax.lax.rsqrt(of_variance(x) + 1e-5))
+
+
+def of_words(of_sum):
+    return one_of(lambda w, p: norm_of(of_sum(w[jnp.arange(8).reshape(2, 4)], p)), (9, D), (4, D))
+
+
+STOP = jax.lax.stop_gradient
+# Only the op that the reason is about is left alone. A part of it, such as a softmax or a LayerNorm, may be found.
+REASONS = {
+    "one key": (heads("qd,kd->qk", "qk,kd->qd", (T, H), (1, H), (1, H)), "there is one key"),
+    "a softmax over the examples": (
+        heads("bqd,bkd->bqk", "bqk,bkd->bqd", *[(B, T, H)] * 3, weights=lambda s: jax.nn.softmax(s, 0)),
+        "the softmax is not over an axis of the keys"),
+    "keys of two axes": (heads("qd,jkd->qjk", "qjk,kd->qjd", (T, H), (2, T, H), (T, H)), "the keys have further axes"),
+    "a sum over the heads": (
+        heads("qhd,khd->hqk", "hqk,khd->qd", *[(T, N, H)] * 3), "the second matmul contracts several axes"),
+    "values of all heads": (
+        heads("qhd,khd->hqk", "hqk,kd->qhd", (T, N, H), (T, N, H), (T, H)), "the values have another batch"),
+    "values of two axes": (
+        heads("qd,kd->qk", "qk,kde->qde", (T, H), (T, H), (T, H, 2)), "the values have further axes"),
+    "a sink": (one_of(
+        lambda q, k, v, sink: jax.nn.softmax(jnp.concatenate([q @ k.T, sink], -1))[:, :-1] @ v, *[(T, H)] * 3, (T, 1)),
+        "concatenated with other logits"),
+    "two matmuls": (one_of(
+        lambda q, k, v: jax.nn.softmax((q @ k.T) * (k @ q.T)) @ v, *[(T, H)] * 3), "computed from two matmuls"),
+    "one of two matmuls": (attention(
+        lambda s, m: jax.nn.softmax(jnp.where(m, s, s + 1))), "the logits are selected from two arrays"),
+    "logits that only choose": (attention(
+        lambda s, m: jax.nn.softmax(jnp.where(s > 0, -1e9, jnp.arange(1.0, T + 1)))), "selected from two arrays"),
+    "a number beside embeddings": (of_words(lambda w, p: w + p + 1), "a number is added to the embeddings"),
+    "a vector beside embeddings": (of_words(lambda w, p: w + p + p[0]), "something else is added to the embeddings"),
+    "four embeddings": (
+        of_words(lambda w, p: w + p[jnp.ones((2, 4), int)] + p[jnp.zeros((2, 4), int)] + p), "4 embeddings in the sum"),
+    "embeddings alone": (of_words(lambda w, p: w), "1 embeddings in the sum"),
+    "a log-softmax that is squared": (loss_of(lambda y: jnp.sum(y**2)), "goes to integer_pow, not to a look-up"),
+    "losses that are returned": (loss_of(lambda y: picked(y)), "the loss of each row is needed"),
+    "the largest loss": (loss_of(lambda y: jnp.max(picked(y))), "goes to reduce_max, not to a sum"),
+    "losses without gradient": (loss_of(lambda y: jnp.sum(STOP(picked(y)))), "goes to stop_gradient, not to a sum"),
+    "labels that take 7 outside": (
+        loss_of(lambda y: jnp.sum(picked(y, mode="fill", fill_value=7.0))), "take another number than NaN or 0"),
+    "two labels of a row": (
+        loss_of(lambda y: jnp.sum(jnp.take_along_axis(y, jnp.arange(8).reshape(4, 2), -1))), "has several labels"),
+    "columns of a log-softmax": (loss_of(lambda y: jnp.sum(y[:, jnp.arange(4)])), ""),
+    "weights of a loss": (loss_of(lambda y, w: jnp.sum(picked(y) * w), (4,)), "a weight that is not a mask"),
+    "a loss of 3 instead": (
+        loss_of(lambda y, w: jnp.sum(jnp.where(w > 0, picked(y), 3.0)), (4,)), "replaced by a number that is not 0"),
+    "a mask of all rows": (
+        loss_of(lambda y, w: jnp.sum(jnp.where(jnp.broadcast_to(w > 0, 4), picked(y), 0.0)), (1,)), "not one per row"),
+    "logits that are capped": (one_of(
+        lambda x, w: jnp.sum(picked(jax.nn.log_softmax(jnp.tanh(x @ w)))), (4, D), TABLE), "tanh between the matmul"),
+    "two means of squares": (root_of(lambda x: mean(x**2) + mean((x + 1) ** 2)), "not one mean of squares"),
+    "the squares of another difference": (
+        root_of(lambda x: mean((x - 2 * mean(x)) ** 2)), "what follows the root is not"),
+    "another term of the variance": (root_of(lambda x: mean(x**2) + x[..., :1] ** 2), "the variance has further terms"),
+    "a difference of the variance": (
+        root_of(lambda x: mean(x**2) - jnp.sin(x[..., :1])), "the variance has further terms"),
+    "the square of another array's mean": (one_of(
+        lambda x, y: (x - mean(x)) * jax.lax.rsqrt(mean(x**2) - mean(y) ** 2 + 1e-5), (B, T, D), (B, T, D)),
+        "has two different x"),
+    "a mean of cubes": (root_of(lambda x: mean(x**3)), "the variance is not a mean of squares"),
+    "a norm of length 1": (one_of(lambda x: x * jax.lax.rsqrt(total(x * x) + 1e-6)), "as in an L2 norm"),
+    "a variance that is returned": (one_of(
+        lambda x: ((x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), var(x))), "the mean or the variance is also returned"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reason_is_given_and_results_agree(name):
+    make, reason = REASONS[name]
+    fn, args = make()
+    fused = jaxft.fuse(fn, force=True)
+    report = fused.report(*args)
+    assert not report.counts.keys() & {ATT, LOSS, RMS, "embeddings_layer_norm"}, report
+    assert not reason or any(reason in record.reason for record in report), report
+    for x, y in zip(*(jax.tree.leaves(jax.jit(f)(*args)) for f in (fused, fn)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 def test_masked_logits_that_a_scale_raises_are_no_mask():
@@ -405,6 +513,8 @@ SPELLINGS = {
     "a loss of merged rows": (one_of(lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(
         (x @ w).reshape(-1, V)), jnp.arange(16)[:, None], -1).mean(), ROWS, TABLE), {LOSS: 1}),
     "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
+    "a loss that is divided by a number": (
+        one_of(lambda x, w: jnp.sum(losses(x, w) / 4), ROWS, TABLE), {LOSS: 1}),
     "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
     "numbers times queries and keys": (
         one_of(lambda q, k, v: jnp.einsum(
@@ -483,6 +593,21 @@ def test_ops_keep_the_precision_of_matmuls(name):
         text = str(jax.make_jaxpr(fused)(*args))
     highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") + text.count("precision=Precision.HIGHEST")
     assert text.count("dot_general[") == highest > 0
+
+
+def test_number_times_a_16_bit_bias_is_not_rounded():
+    """Under jax.jit, XLA may leave out the rounding that the equations have one by one."""
+    fn, args = VALUES["a 16-bit bias times a number"]()
+    np.testing.assert_allclose(jaxft.fuse(fn, force=True)(*args), fn(*args), rtol=2e-5, atol=2e-5)
+
+
+def test_table_of_words_is_the_longest():
+    def fn(types, words, places):
+        ids = jnp.arange(8).reshape(2, 4)
+        return norm_of(types[ids % 2] + words[ids] + places[ids % 4])
+
+    (record,) = jaxft.fuse(fn, force=True).report(*(normal(i, rows, D) for i, rows in enumerate((2, 9, 4))))
+    assert record.op == "embeddings_layer_norm" and "V=9" in record.sizes
 
 
 def test_bias_before_a_residual_is_taken_in():

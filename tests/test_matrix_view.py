@@ -119,3 +119,10 @@ def test_matrices_begin_at_whole_rows(sizes, length):
     assert views[0].joined.size == length
     for view, matrix in zip(views, matrices, strict=True):
         np.testing.assert_array_equal(view.array(), matrix)
+
+
+def test_view_of_its_own_dtype_stays_a_view():
+    (view,) = matrix_view.join([np.arange(6, dtype=np.float32).reshape(2, 3)])
+    assert view.astype(jnp.float32) is view
+    half = view.astype(jnp.float16)
+    assert half.dtype == jnp.float16 and half.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -123,6 +123,16 @@ def test_punctuation_of_documents_is_left_out(encoder):
     np.testing.assert_array_equal(kept, everything["token_embeddings"][everything["attention_mask"]])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, "[MASK]"), ({"mask_token": None, "eos_token": "[SEP]"}, "[SEP]")], ids=str
+)
+def test_token_of_expansions_is_the_one_that_the_folder_names(changes, expected, copy):
+    """The mask token, or else the token that ends a text."""
+    encoder = MultiVectorEncoder.from_pretrained(copy("tokenizer_config.json", **changes))
+    ids = encoder.encode_query("rain", output_value=None)["input_ids"]
+    assert ids[-1] == encoder.tokenizer.token_to_id(expected) and len(ids) == encoder.query_expansion["length"]
+
+
 @pytest.mark.parametrize("products", [1, 300, 1 << 26], ids=["one by one", "few", "all at once"])
 def test_scores_are_the_sums_of_maxima(products, monkeypatch):
     monkeypatch.setattr(similarities, "_PRODUCTS", products)
@@ -140,6 +150,16 @@ def test_scores_are_the_sums_of_maxima(products, monkeypatch):
     on_device = similarities.max_sims([jnp.asarray(x) for x in queries], documents, mean=True)
     assert isinstance(on_device, jax.Array)
     np.testing.assert_allclose(on_device, expected / np.array(lengths)[:, None], **bounds)
+
+
+@pytest.mark.parametrize("name", ["maxsim", "meanmaxsim"])
+def test_pairs_have_the_scores_of_the_name(name, encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "similarity_fn_name", name)
+    queries, documents = ([np.float32(i + np.arange(6).reshape(3, 2)) for i in (k, k + 1)] for k in (0, 5))
+    both, pairs = encoder.similarity(queries, documents), encoder.similarity_pairwise(queries, documents)
+    np.testing.assert_allclose(pairs, np.diag(both), rtol=1e-6)
+    expected = np.array([plain(query, document) for query, document in zip(queries, documents, strict=True)])
+    np.testing.assert_allclose(pairs, expected / (3 if name == "meanmaxsim" else 1), rtol=1e-6)
 
 
 def test_one_query_and_empty_documents_have_scores(encoder):
@@ -272,6 +292,8 @@ def test_saved_folder_gives_the_same(encoder, tmp_path):
     assert kinds[-2] == "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask"
     assert kinds[-1].endswith(".Normalize")
     assert f"a vector of {encoder.embedding_dimension} numbers" in (tmp_path / "README.md").read_text()
+    (masks,) = tmp_path.glob("*_MultiVectorMask/config.json")  # an empty list would leave out all tokens
+    assert json.loads(masks.read_text())["keep_only_token_ids"] is None
     again = MultiVectorEncoder.from_pretrained(tmp_path)
     for name in ("prompts", "query_expansion", "skiplist_words", "skiplist_tasks", "similarity_fn_name"):
         assert getattr(again, name) == getattr(encoder, name), name

@@ -325,3 +325,10 @@ def test_complex_infinities_are_moved_as_they_are():
     x = jnp.full((1, 2), complex(np.inf, 1))
     with jax.debug_nans(True):
         np.testing.assert_array_equal(remove_padding(x, np.array([[True, False]]), capacity=1).x, x[0, :1])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_rows_may_have_no_places(implementation):
+    x, nowhere = jnp.ones((3, 16)), jnp.full(3, -1)
+    y = restore_padding(x, nowhere, batch=0, length=5, implementation=implementation)
+    assert y.shape == (0, 5, 16)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxft
+import peer_models
 import tiny
 from jaxft import (
     BertForMaskedLM,
@@ -21,7 +22,9 @@ from jaxft import (
     BertForTokenClassification,
     BertModel,
     CrossEncoder,
+    MultiVectorEncoder,
     SentenceEncoder,
+    SparseEncoder,
     cli,
     dispatch,
 )
@@ -138,7 +141,7 @@ def test_options_without_a_meaning_are_refused(given, message, monkeypatch, caps
 
 
 LOADERS = [BertModel, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification, SentenceEncoder,
-           CrossEncoder]  # fmt: skip
+           CrossEncoder, SparseEncoder, MultiVectorEncoder]  # fmt: skip
 
 
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
@@ -197,6 +200,33 @@ def test_options_of_the_encoders_reach_their_parts(model, tmp_path, calls):
     calls.clear()
     scorer.rank("a bird", TEXTS, batch_size=2)
     assert max(call.rows for call in calls) == 2
+
+
+FOLDERS = {SentenceEncoder: "modules", CrossEncoder: "one label", SparseEncoder: "splade",
+           MultiVectorEncoder: "colbert"}  # fmt: skip
+
+
+@pytest.mark.parametrize("loader", FOLDERS, ids=lambda loader: loader.__name__)
+def test_options_of_a_folder_reach_the_encoder(loader, tmp_path, calls):
+    """The options win over the files, and the parameters and programs follow them."""
+    folder = peer_models.write(tmp_path / "model", FOLDERS[loader])
+    length = "max_length" if loader is CrossEncoder else "max_seq_length"
+    options = {length: 9, "prompts": {"query": "old ", "own": "a "}, "default_prompt_name": "own", "packed": True}
+    options |= {} if loader is CrossEncoder else {
+        "similarity_fn_name": "meanmaxsim" if loader is MultiVectorEncoder else "manhattan"}  # fmt: skip
+    encoder = loader.from_pretrained(folder, dtype="bfloat16", implementation="xla", **options)
+    assert encoder.max_seq_length == 9 and encoder._packed is True
+    assert (encoder.prompts["query"], encoder.prompts["own"], encoder.default_prompt_name) == ("old ", "a ", "own")
+    if loader is not CrossEncoder:
+        assert encoder.similarity_fn_name == options["similarity_fn_name"]
+    encoder.predict([("a bird", "rain")]) if loader is CrossEncoder else encoder.encode(TEXTS)
+    assert {(call.implementation, call.dtype) for call in calls} == {("xla", "bfloat16")}
+    parameters = bert.named_parameters(encoder.model).items()
+    assert {parameter.dtype.name for name, parameter in parameters if "modules" not in name} == {"bfloat16"}
+    calls.clear()
+    encoder = loader.from_pretrained(folder)
+    encoder.predict([("a bird", "rain")]) if loader is CrossEncoder else encoder.encode(TEXTS)
+    assert {(call.implementation, call.dtype) for call in calls} == {(None, "float32")} and encoder._packed is False
 
 
 def precisions(jaxpr):

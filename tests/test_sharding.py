@@ -727,6 +727,18 @@ def test_mesh_axes_divide_axes_of_an_op(specs, mesh, expected):
     assert division("r c, c", "r c", [(12, 6), (6,), (12, 6)], specs, mesh) == expected
 
 
+def test_results_may_have_fewer_axes_than_the_rule_names():
+    """As the log-sum-exp beside the result of attention."""
+    import jax
+
+    from jaxft.ops import sharding
+
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(floats(B, T, N, H), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    specs, reason = sharding._types_of_results("query: ... T n H -> ... T n H", {"query": x})
+    assert [len(spec) for spec in specs] == [1] and reason is None
+
+
 def test_array_that_is_not_read_divides_nothing(caplog):
     assert division("r c, _ _", "r c", [(12, 6), (12, 6), (12, 6)], [(NONE, NONE), (DATA, MODEL), (NONE, NONE)]) == {}
     assert not caplog.text

@@ -77,6 +77,12 @@ def check_kernel(name, x, config, scale=None, bias=None, mask=None):
     assert_matches_oracle(got, plain(x, dy, bias, mask), (y, *in_float64(plain, x, dy, bias, mask)[1:]), seed=config)
 
 
+@names
+def test_gradient_of_a_full_bias_has_no_scale(name):
+    rng = np.random.default_rng(0)
+    check_op(name, normal(rng, np.float32, x=(3, 5, 20), bias=(3, 5, 20)), scale=0.3)
+
+
 @softmax
 @pytest.mark.parametrize("shape", [(1,), (2, 3, 127), (3, 1031), *slow((7, 3), (3, 1), (37, 64))], ids=str)
 def test_shapes(name, shape):

@@ -115,6 +115,8 @@ def test_wrong_embeddings_are_named(encoder):
         encoder.decode([1, 2])
     with pytest.raises(ValueError, match="similarity: embeddings1 and embeddings2 must fit"):
         encoder.similarity(found, found[:, :5])
+    with pytest.raises(ValueError, match="similarity_pairwise: embeddings1 and embeddings2 must fit"):
+        encoder.similarity_pairwise(found, found[:1])
     with pytest.raises(ValueError, match="decode: top_k"):
         encoder.decode(found, top_k=0)
     with pytest.raises(ValueError, match=r"intersection: .* got \(8, "):
@@ -125,9 +127,42 @@ def test_wrong_embeddings_are_named(encoder):
 
 def test_intersection_and_sparsity_of_given_weights():
     a, b = np.float32([0, 2, -1, 3, 0]), np.float32([[1, 2, 1, 0, 0], [0, -2, -1, 1, 4]])
-    np.testing.assert_array_equal(SparseEncoder.intersection(a, b).toarray(), [[0, 4, 0, 0, 0], [0, 0, 1, 3, 0]])
+    both = SparseEncoder.intersection(a, b)
+    np.testing.assert_array_equal(both.toarray(), [[0, 4, 0, 0, 0], [0, 0, 1, 3, 0]])
+    assert both.nnz == 3
     assert SparseEncoder.sparsity(b) == {"active_dims": 3.5, "sparsity_ratio": pytest.approx(0.3)}
     assert SparseEncoder.sparsity(a) == {"active_dims": 3, "sparsity_ratio": pytest.approx(0.4)}
+    assert SparseEncoder.sparsity(b[:0]) == {"active_dims": 0, "sparsity_ratio": 1}
+
+
+def test_repeated_ids_count_once_and_padding_never():
+    """JAX pads the indices of a sparse array with numbers beyond its shape."""
+    indices = jnp.array([[0, 1], [1, 4], [0, 1], [1, 5], [2, 5], [1, 0]])
+    padded = sparse.BCOO((jnp.array([2.0, 3.0, 4.0, 5.0, 6.0, 0.0]), indices), shape=(2, 5))
+    repeated = scipy.sparse.csr_array((np.float32([2, 4, 3, 0]), [1, 1, 4, 0], [0, 2, 4]), shape=(2, 5))
+    ones = np.ones(5, np.float32)
+    for given in (padded, repeated):
+        assert SparseEncoder.sparsity(given) == {"active_dims": 1, "sparsity_ratio": pytest.approx(0.8)}
+        np.testing.assert_array_equal(
+            SparseEncoder.intersection(ones, given).toarray(), [[0, 6, 0, 0, 0], [0, 0, 0, 0, 3]]
+        )
+
+
+def test_functions_of_small_and_single_weights(encoder):
+    weights = np.zeros((2, encoder.embedding_dimension), np.float32)
+    weights[:, 5:8] = [[1, 3, 2], [2, 0, 1]]
+    tokens = [encoder.tokenizer.id_to_token(i) for i in (6, 7, 5)]
+    assert encoder.decode(weights[0]) == [*zip(tokens, (3.0, 2.0, 1.0), strict=True)]
+    assert encoder.decode(weights, top_k=1) == [[(tokens[0], 3.0)], [(tokens[2], 2.0)]]
+    encoder.similarity_fn_name = "cosine"
+    try:
+        scores = encoder.similarity(weights[0] * 1e-6, weights)
+        np.testing.assert_allclose(scores, encoder.similarity(weights[0], weights), rtol=1e-5)
+        pair = encoder.similarity_pairwise(weights[0], weights[:1])
+        assert pair.shape == (1,) and pair[0] == pytest.approx(1)
+        assert encoder.similarity(0 * weights, weights).max() == 0
+    finally:
+        encoder.similarity_fn_name = "dot"
 
 
 @pytest.mark.parametrize("name", ["convert_to_tensor", "save_to_cpu", "device", "pool"])

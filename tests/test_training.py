@@ -71,6 +71,24 @@ def test_labels_count_equally_on_all_devices(loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
+@pytest.mark.parametrize("batches_vary", [False, True])
+def test_parameters_that_differ_on_the_devices_get_gradients_of_their_own(batches_vary):
+    params, (x, labels) = classifier_data()
+    expected, gradients = accumulate_gradients(classifier_loss, params, (x, labels))
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    of_batches = P("data") if batches_vary else P()
+
+    def each(params, *batches):
+        loss, found = accumulate_gradients(classifier_loss, params, batches)
+        return loss.total[None], found
+
+    each = jax.shard_map(each, mesh=mesh, in_specs=(P("data"), of_batches, of_batches), out_specs=P("data"))
+    total, found = jax.jit(each)(params, x, labels)
+    np.testing.assert_allclose(total, [expected.total], rtol=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
+
+
 @pytest.mark.parametrize("dtype", ["nope", None, jnp.int32, jnp.float16])
 def test_other_dtypes_of_sums_are_refused(dtype):
     params, batches = classifier_data()
@@ -247,6 +265,7 @@ def test_the_scale_grows_within_limits():
     skipped = [int((scale := scale.update(finite)).skipped) for finite in (bad, bad, good, bad)]
     assert skipped == [1, 2, 0, 1]
     assert LossScale.create(2.0**24).update(good, growth_interval=1).scale == 2.0**24
+    assert LossScale.create().update(good, growth_interval=2**40).good_steps == 1
     assert [leaf.dtype for leaf in scale] == [jnp.float32, jnp.int32, jnp.int32]
 
 

@@ -341,7 +341,7 @@ class Masks:
         is_empty = jnp.swapaxes(~jnp.any(allowed, axis=-1), 1, 2)[..., None]
         instead = jnp.asarray(jnp.nan, y.dtype)
         if self.empty == "mean":
-            mean = jnp.mean(v, axis=1, keepdims=True, dtype=jnp.float32).astype(y.dtype)
+            mean = jnp.mean(v, axis=1, keepdims=True)  # JAX adds up in float32
             instead = jnp.repeat(mean, y.shape[2] // v.shape[2], axis=2)
         return jnp.where(is_empty, instead, y)
 

@@ -82,14 +82,13 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def _is_plain_jit(params: dict[str, Any]) -> bool:
-    """Returns whether a call of `jax.jit` sets no shardings, layouts, donation or compiler options."""
+    """Returns whether a call of `jax.jit` sets no shardings, layouts or donation. JAX refuses other options inside."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return (
         all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
         and all(layout is None for layout in layouts)
         and not any(params.get("donated_invars", ()))
-        and not params.get("compiler_options_kvs")
     )
 
 

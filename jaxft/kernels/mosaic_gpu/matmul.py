@@ -55,6 +55,11 @@ def block_at(i: Any, blocks: tuple[int, int], config: MosaicDenseConfig, backwar
     return plgpu.planar_snake(i, blocks, "mn".index(config.minor), config.group)
 
 
+def buffer_at(i: Any, k: Any, steps: int, stages: int) -> Any:
+    """Returns the buffer of step k of a program's block i, of `steps` steps. The next buffer is the one freed first."""
+    return lax.rem(i * steps + k, stages)
+
+
 def multiply_tiles(
     x_ref: Any,
     kernel_ref: Any,
@@ -86,15 +91,12 @@ def multiply_tiles(
     def body(x_smem, kernel_smem, filled, free):
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
         blocks = lax.div(blocks_m * blocks_n - 1 - program, programs) + 1  # Of this program.
+        buffer = functools.partial(buffer_at, steps=steps, stages=stages)
 
         def first(i):
             """Returns the row and the column where the i-th block of this program begins."""
             m, n = block_at(program + i * programs, (blocks_m, blocks_n), config, backwards)
             return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * columns
-
-        def buffer(i, k):
-            """Returns the buffer of step k of block i."""
-            return lax.rem(i * steps + k, stages)
 
         def arrival(i, k):
             """Returns the barrier that the copies of step k of block i complete."""
