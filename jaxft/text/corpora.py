@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxft import atomic
+from jaxft import atomic, dispatch
 from jaxft.checkpoint.files import parse_json
 from jaxft.ops import checks
+from jaxft.text import arguments, records
 from jaxft.text import inputs as text_inputs
-from jaxft.text import records
 from jaxft.text.batching import TextError
 from jaxft.text.quantization import PRECISIONS
 from jaxft.text.records import Block, DataError
@@ -135,14 +135,17 @@ def encode_corpus(
     if inside:
         raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
     kept = records.schema(files, text_column, keep)
+    # The encoder may have defaults for both.
+    prompt = arguments.chosen_prompt("encode", encoder.prompts, encoder.default_prompt_name, prompt, prompt_name)
+    truncate_dim = encoder.truncate_dim if truncate_dim is None else truncate_dim
     options: dict[str, Any] = {
-        "prompt": prompt, "prompt_name": prompt_name, "batch_size": batch_size, "truncate_dim": truncate_dim,
+        "prompt": prompt, "batch_size": batch_size, "truncate_dim": truncate_dim,
         "normalize_embeddings": normalize_embeddings,
     }  # fmt: skip
     settings = {
         **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
-        "data": [[source.name, source.size] for source in files],
+        "data": records.facts(files),
         "text_column": text_column,
         "keep": {field.name: str(field.type) for field in kept},
         "rows_per_part": rows_per_part,
@@ -152,6 +155,8 @@ def encode_corpus(
     about = {name[1:]: fact for name, fact in (model or {}).items() if name[0] == "_"}
     if precision not in PRECISIONS:
         raise ValueError(f"encode_corpus: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}")
+    if devices is not None:
+        devices = dispatch.named_devices("encode", devices)  # an iterator may be read once
     encoder.encode([], devices=devices, **options)  # finds mistakes before anything is written
     settings |= {"batch_size": int(batch_size), "truncate_dim": truncate_dim and int(truncate_dim)}  # as JSON has them
     with atomic.writing(folder):
@@ -399,7 +404,7 @@ class _OpenPart:
         others = [name for name in self._schema.names if name != EMBEDDING]
         with atomic.writing(self._file):
             self._writer = records.arrow().parquet.ParquetWriter(
-                self._new, self._schema, use_dictionary=others, write_statistics=others,
+                self._new.absolute(), self._schema, use_dictionary=others, write_statistics=others,
                 compression={path: "zstd" if path in others else "none" for path in _paths(self._schema)},
             )  # fmt: skip
             self._data = self._stack.enter_context(self._new.open("rb"))
@@ -483,10 +488,12 @@ def _manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         raise DataError(f"{file}: has no settings")
     before = found["settings"]
     for name, value in settings.items():
-        if before.get(name) != value:
+        if (its := before.get(name)) != value:
+            if name == "data" and isinstance(its, list):  # of many files, those that differ
+                its, value = next((a, b) for a, b in itertools.zip_longest(its, value) if a != b)
             raise DataError(
-                f"{folder}: its parts were made with {name} {before.get(name)!r:.200}, not {value!r:.200}; pass the "
-                "same settings, or another folder"
+                f"{folder}: its parts were made with {name} {its!r:.200}, not {value!r:.200}; pass the same settings, "
+                "or another folder"
             )
     return found
 
