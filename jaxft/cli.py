@@ -368,6 +368,8 @@ def _run_encode(args: argparse.Namespace) -> None:
 def _run_corpus(args: argparse.Namespace) -> None:
     if "-" in args.data:
         raise _UserError("a folder of parquet files cannot be made from stdin; name the files")
+    if "://" in args.output:
+        raise _UserError(f"output {args.output!r} must be a local folder for these data")
     target = Path(args.output)
     if target.exists() and not target.is_dir():
         raise _UserError(f"cannot write {args.output}: it is no folder")

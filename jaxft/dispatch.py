@@ -142,7 +142,7 @@ def named_devices(where: str, devices: Any) -> list[jax.Device]:
     for devices of several kinds.
     """
     known = jax.local_devices()
-    items = [devices] if isinstance(devices, jax.Device | int) else devices
+    items = [devices] if isinstance(devices, jax.Device | int | np.integer) else devices
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"{where}: devices must be a list of devices of JAX or of their indices, got {devices!r:.80}")
     found = []

@@ -473,8 +473,8 @@ def test_part_is_finished_while_the_next_is_written(encoder, monkeypatch):
 OTHERS = {
     "rows_per_part 50": {"rows_per_part": 51}, "precision 'float32'": {"precision": "int8"},
     "truncate_dim None": {"truncate_dim": 8}, "normalize_embeddings False": {"normalize_embeddings": True},
-    "prompt None": {"prompt": "x"}, "batch_size 32": {"batch_size": 16}, r"keep \{\}": {"keep": ["number"]},
-    "dtype 'float32'": {"model": {"dtype": "bfloat16"}}, r"data \[\['a.parquet'": {"data": ["b.parquet"]},
+    "prompt ''": {"prompt": "x"}, "batch_size 32": {"batch_size": 16}, r"keep \{\}": {"keep": ["number"]},
+    "dtype 'float32'": {"model": {"dtype": "bfloat16"}}, r"data \['a.parquet'": {"data": ["b.parquet"]},
     "text_column 'text'": {"text_column": "other"},
 }  # fmt: skip
 
@@ -499,9 +499,57 @@ def test_changed_data_and_another_length_are_refused(encoder, monkeypatch):
         patch.setattr(encoder, "max_seq_length", encoder.max_seq_length - 1)
         with pytest.raises(DataError, match="^out: its parts were made with max_seq_length"):
             corpora.encode_corpus(encoder, ["a.txt"], "out")
-    write("a.txt", TEXTS[:8])
-    with pytest.raises(DataError, match=r"^out: its parts were made with data \[\['a.txt', \d+\]\], not"):
-        corpora.encode_corpus(encoder, ["a.txt"], "out")
+    for texts in (TEXTS[:8], [*TEXTS[:8], TEXTS[8].swapcase()]):
+        write("a.txt", texts)
+        with pytest.raises(DataError, match=r"^out: its parts were made with data \['a.txt', \d+, '\w+'\], not"):
+            corpora.encode_corpus(encoder, ["a.txt"], "out")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "txt.gz"])
+def test_another_text_of_the_same_length_is_noticed(kind):
+    """Also if the file is longer than its end that is compared."""
+    words = [random.Random(i).randbytes(16).hex() for i in range(20_000)]
+    write(f"a.{kind}", words)
+    write(f"b.{kind}", [*words[:9_000], "x" * 32, *words[9_001:]])
+    (_, _, one), (_, size, other) = records.facts(records.sources([f"a.{kind}", f"b.{kind}"]))
+    assert size > 1 << 17 and one != other
+
+
+def test_changed_file_among_many_is_named(encoder):
+    for i in range(9):
+        write(f"{i}.txt", TEXTS[:2])
+    names = [f"{i}.txt" for i in range(9)]
+    corpora.encode_corpus(encoder, names, "out")
+    with pytest.raises(DataError, match=r"with data \['8.txt', \d+, '\w+'\], not None; pass"):
+        corpora.encode_corpus(encoder, names[:-1], "out")
+    write("7.txt", TEXTS[2:4])
+    with pytest.raises(DataError, match=r"with data \['7.txt', .*\], not \['7.txt'"):
+        corpora.encode_corpus(encoder, names, "out")
+
+
+def test_defaults_of_the_encoder_are_settings(model):
+    write("a.txt", TEXTS[:9])
+    given = {"truncate_dim": 4, "prompts": {"query": "bird "}, "default_prompt_name": "query"}
+    changed = SentenceEncoder.from_pretrained(model, **given)
+    corpora.encode_corpus(changed, ["a.txt"], "out")
+    np.testing.assert_allclose(vectors(read("out")), changed.encode(TEXTS[:9]), atol=1e-5)
+    expected = contents("out")
+    corpora.encode_corpus(changed, ["a.txt"], "out", truncate_dim=4, prompt="bird ")  # the same
+    assert contents("out") == expected
+    for name, others in (
+        ("prompt 'bird '", {"prompts": {"query": "tree "}}),
+        ("prompt 'bird '", {"default_prompt_name": None}),
+        ("truncate_dim 4", {"truncate_dim": 5}),
+        ("truncate_dim 4", {"truncate_dim": None}),
+    ):
+        with pytest.raises(DataError, match=f"^out: its parts were made with {name}, not "):
+            corpora.encode_corpus(SentenceEncoder.from_pretrained(model, **(given | others)), ["a.txt"], "out")
+
+
+def test_colon_in_a_name_makes_no_uri(encoder):
+    write("a:b.txt", TEXTS[:3])
+    corpora.encode_corpus(encoder, ["a:b.txt"], "out:1/s3:x", devices=iter([0]))
+    assert read(Path("out:1/s3:x").absolute()).num_rows == 3
 
 
 def test_first_manifest_counts(folder):
@@ -707,6 +755,8 @@ def test_kept_fields_of_json(encoder):
         (["-", "-o", "x/"], "a folder of parquet files cannot be made from stdin; name the files"),
         (["a.parquet", "-o", "file"], "cannot write file: it is no folder"),
         (["a.txt", "-o", "x/", "--shard", "2/2"], "argument --shard: expected I/N with 0 <= I < N, got '2/2'"),
+        (["a.parquet", "-o", "s3://x/"], "output 's3://x/' must be a local folder for these data"),
+        (["", "-o", "x/"], "cannot read '': name a file, a folder or a URI"),
         (["a.txt", "-", "-o", "x/"], "a folder of parquet files cannot be made from stdin; name the files"),
         (["a.txt", "-o", "x/", "--devices", "a"], "argument --devices: expected indices such as 0,1, got 'a'"),
         (["no.parquet", "-o", "x/"], "cannot read no.parquet: No such file or directory"),

@@ -189,11 +189,22 @@ def test_token_ids_get_query_expansion(tmp_path):
         ([[2], [2] * 65], ValueError, r"inputs\[1\] must have at most 64 token ids, got 65"),
         ([[2, 3], [2.5]], TypeError, r"inputs\[1\] must be a sequence of token ids"),
         ([[True, False]], TypeError, r"inputs\[0\] must be a str"),
+        ([b"a"], TypeError, r"inputs\[0\] must be a str, got bytes"),
+        ([bytearray(b"a")], TypeError, r"inputs\[0\] must be a str, got bytearray"),
+        ([memoryview(b"a")], TypeError, r"inputs\[0\] must be a str, got memoryview"),
     ],
 )
 def test_wrong_token_ids(encoder, given, error, message):
     with pytest.raises(error, match=f"^encode: {message}"):
         encoder.encode(given)
+
+
+@pytest.mark.parametrize("make", [lambda: 0, lambda: np.int64(0), lambda: iter([np.int8(0)]), lambda: {0: 1}])
+def test_devices_are_any_iterable(encoder, make):
+    texts = ["rain", "a bird", "the old tree"]
+    np.testing.assert_array_equal(encoder.encode(texts, devices=make()), encoder.encode(texts))
+    options = {"precision": "int8", "calibration": texts}
+    np.testing.assert_array_equal(encoder.encode(texts, devices=make(), **options), encoder.encode(texts, **options))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def test_longest_line_is_read(monkeypatch):
 
 
 def test_files_of_a_folder_are_in_order_of_their_paths():
-    for name in ("b.txt", "a/c.txt", ".hidden.txt", "_part.txt", "notes.md", "d.txt.gz"):
+    hidden = (".hidden.txt", "_part.txt", "_temporary/0/e.txt", "a/.cache/f.txt")
+    for name in ("b.txt", "a/c.txt", *hidden, "notes.md", "d.txt.gz"):
         Path("in", name).parent.mkdir(parents=True, exist_ok=True)
         data = name.encode()
         Path("in", name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
@@ -68,8 +69,13 @@ def test_files_of_a_folder_are_in_order_of_their_paths():
         ({"a.txt.gz": gzip.compress(b"a" * 99)[:-9]}, ["a.txt.gz"], {}, "^a.txt.gz: cannot be decompressed"),
         ({"a.txt.gz": b"abc"}, ["a.txt.gz"], {}, "^a.txt.gz: cannot be decompressed"),
         ({"a.txt": b"a", "b.jsonl": b"1"}, ["a.txt", "b.jsonl"], {}, "must be of one kind, got .jsonl and .txt"),
-        ({"a.jsonl": b'{"text": "a", "n": "\\ud800"}'}, ["a.jsonl"], {"keep": ["n"]}, "^a.jsonl, after line 0: field"),
-        ({"a.jsonl": b'{"text": "a", "n": 9223372036854775808}'}, ["a.jsonl"], {"keep": ["n"]}, "field 'n'"),
+        ({"a.jsonl": b'{"text": "a", "n": "\\ud800"}'}, ["a.jsonl"], {"keep": ["n"]}, "^a.jsonl, line 1: field"),
+        (
+            {"a.jsonl": b'{"text": "", "n": 1}\n' * 7 + b'{"text": "a", "n": 9223372036854775808}\n"b"\n'},
+            ["a.jsonl"], {"keep": ["n"]}, "^a.jsonl, line 8: field 'n': ",
+        ),
+        ({"a.txt": b"a"}, [""], {}, "^cannot read '': name a file, a folder or a URI$"),
+        ({"a.txt": b"a"}, [], {}, "^cannot read '': name a file"),
         ({"a.jsonl": b'{"text": "", "n": 1}\n{"text": "", "n": "x"}'}, ["a.jsonl"], {"keep": ["n"]}, "field 'n' .--k"),
     ],
 )  # fmt: skip

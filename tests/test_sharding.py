@@ -787,6 +787,22 @@ def test_whole_axes_are_logged_for_arguments_only(caplog, place):
     assert ("axis 1 of an array (12, 6) is divided over data" in caplog.text) == (place == 0)
 
 
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("r c, c", "which does not give its 2 devices parts of one size"),
+        ("r D, D", "which the kernel does not support"),
+    ],
+)
+def test_log_line_tells_why_an_axis_is_whole(caplog, names, reason):
+    from jaxft import dispatch
+
+    dispatch.log_once.cache_clear()
+    specs = [(NONE, MODEL), (NONE,), (NONE, NONE)]
+    assert division(names, names.split(",")[0], [(12, 7), (7,), (12, 7)], specs) == {}
+    assert f"op: axis 1 of an array (12, 7) is divided over model, {reason}" in caplog.text
+
+
 def test_rows_of_a_shard_follow_each_other_with_dropout():
     from jaxft.ops.sharding import rows_of
 

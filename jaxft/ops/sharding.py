@@ -300,11 +300,15 @@ class _Layout:
                     continue
                 if name == "_":
                     continue
-                if not self._may_divide(name) or self.least[name] % math.prod(mesh[a] for a in over):
+                parts = math.prod(mesh[a] for a in over)
+                if not self._may_divide(name) or self.least[name] % parts:
+                    reason = "which the kernel does not support for this axis"
+                    if self._may_divide(name):
+                        reason = f"which does not give its {parts} devices parts of one size"
                     if i < self.count:
                         dispatch.log_once(
                             f"{self.rule.op}: axis {axis} of an array {shape} is divided over {', '.join(over)}, "
-                            f"which the kernel does not support for this axis: each device gets all {size} elements"
+                            f"{reason}: each device gets all {size} elements"
                         )
                     continue
                 found[name] = over

@@ -734,10 +734,10 @@ def padded_lengths(limit: int) -> tuple[int, ...]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Returns whether `value` is a NumPy array with at least one axis, or a sequence other than str and bytes."""
+    """Returns whether `value` is a NumPy array with at least one axis, or a sequence other than a str or bytes."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def as_list(op: str, name: str, values: Any, expected: str) -> list[Any]:

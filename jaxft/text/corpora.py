@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxft import atomic
+from jaxft import atomic, dispatch
 from jaxft.checkpoint.files import parse_json
 from jaxft.ops import checks
+from jaxft.text import arguments, records
 from jaxft.text import inputs as text_inputs
-from jaxft.text import records
 from jaxft.text.batching import TextError
 from jaxft.text.quantization import PRECISIONS
 from jaxft.text.records import Block, DataError
@@ -35,6 +35,8 @@ _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are compu
 # Most bytes of the embeddings of a chunk in float32. At the end, the devices wait while the last chunk is written.
 _CHUNK_BYTES = 1 << 26
 _QUEUED = 8  # chunks that wait for the threads that write: those of three parts of 100,000 rows of 384 numbers
+
+_STEP = 1 << 23  # bytes of a part that are read at once
 
 _log = logging.getLogger("jaxft")
 _END = object()
@@ -135,14 +137,17 @@ def encode_corpus(
     if inside:
         raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
     kept = records.schema(files, text_column, keep)
+    # The encoder may have defaults for both.
+    prompt = arguments.chosen_prompt("encode", encoder.prompts, encoder.default_prompt_name, prompt, prompt_name)
+    truncate_dim = encoder.truncate_dim if truncate_dim is None else truncate_dim
     options: dict[str, Any] = {
-        "prompt": prompt, "prompt_name": prompt_name, "batch_size": batch_size, "truncate_dim": truncate_dim,
+        "prompt": prompt, "batch_size": batch_size, "truncate_dim": truncate_dim,
         "normalize_embeddings": normalize_embeddings,
     }  # fmt: skip
     settings = {
         **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
-        "data": [[source.name, source.size] for source in files],
+        "data": records.facts(files),
         "text_column": text_column,
         "keep": {field.name: str(field.type) for field in kept},
         "rows_per_part": rows_per_part,
@@ -152,6 +157,8 @@ def encode_corpus(
     about = {name[1:]: fact for name, fact in (model or {}).items() if name[0] == "_"}
     if precision not in PRECISIONS:
         raise ValueError(f"encode_corpus: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}")
+    if devices is not None:
+        devices = dispatch.named_devices("encode", devices)  # an iterator may be read once
     encoder.encode([], devices=devices, **options)  # finds mistakes before anything is written
     settings |= {"batch_size": int(batch_size), "truncate_dim": truncate_dim and int(truncate_dim)}  # as JSON has them
     with atomic.writing(folder):
@@ -320,8 +327,15 @@ def _facts(data: BufferedReader, digest: Any, rows: Any, part: int, settings: st
 
     `settings` is the checksum of the settings, because the manifest may be lost.
     """
-    hashlib.file_digest(data, lambda: digest)
+    _add(data, digest)
     return {"part": part, "rows": rows, "bytes": data.tell(), "sha256": digest.hexdigest(), "settings": settings}
+
+
+def _add(data: BufferedReader, digest: Any) -> None:
+    """Adds the rest of a file to a checksum, in long steps: after each, the thread waits for the interpreter lock."""
+    buffer = memoryview(bytearray(_STEP))
+    while count := data.readinto(buffer):
+        digest.update(buffer[:count])
 
 
 class _Writer:
@@ -399,7 +413,7 @@ class _OpenPart:
         others = [name for name in self._schema.names if name != EMBEDDING]
         with atomic.writing(self._file):
             self._writer = records.arrow().parquet.ParquetWriter(
-                self._new, self._schema, use_dictionary=others, write_statistics=others,
+                self._new.absolute(), self._schema, use_dictionary=others, write_statistics=others,
                 compression={path: "zstd" if path in others else "none" for path in _paths(self._schema)},
             )  # fmt: skip
             self._data = self._stack.enter_context(self._new.open("rb"))
@@ -433,7 +447,7 @@ class _OpenPart:
 
     def _sync(self) -> None:
         """Adds the new bytes to the checksum and waits for the disk, in a thread, while the next chunk is written."""
-        hashlib.file_digest(self._data, lambda: self._digest)
+        _add(self._data, self._digest)
         if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
             os.fdatasync(self._data.fileno())
 
@@ -483,10 +497,12 @@ def _manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         raise DataError(f"{file}: has no settings")
     before = found["settings"]
     for name, value in settings.items():
-        if before.get(name) != value:
+        if (its := before.get(name)) != value:
+            if name == "data" and isinstance(its, list):  # of many files, those that differ
+                its, value = next((a, b) for a, b in itertools.zip_longest(its, value) if a != b)
             raise DataError(
-                f"{folder}: its parts were made with {name} {before.get(name)!r:.200}, not {value!r:.200}; pass the "
-                "same settings, or another folder"
+                f"{folder}: its parts were made with {name} {its!r:.200}, not {value!r:.200}; pass the same settings, "
+                "or another folder"
             )
     return found
 

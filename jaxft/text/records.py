@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import gzip
+import hashlib
 import io
 import itertools
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +19,7 @@ LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 MOST_EXPANSION = 200  # times its size that a compressed file may expand to; text takes about 4
 _LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 14  # of the rows that are read at once
+_END = 1 << 16  # bytes at the end of a file that tell whether it has changed
 _SAMPLE = 1000  # records of JSON lines from which the types of kept fields are inferred
 SUFFIXES = (".parquet", ".jsonl", ".txt", ".jsonl.gz", ".txt.gz")
 
@@ -126,10 +129,14 @@ class Expanded:
 def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
     """Returns the files of paths, folders and URIs, in the order of `data`; the files of a folder in order of name.
 
+    Of a folder, files are left out if their name, or the name of a folder below it, begins with "." or "_".
+
     Raises a DataError for a file that is missing or of another kind, and for files of several kinds.
     """
     fs = arrow().fs
     found = []
+    if not data or "" in data:
+        raise DataError("cannot read '': name a file, a folder or a URI")
     for name in data:
         try:
             if "://" in name:
@@ -140,8 +147,10 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
             if info.type == fs.FileType.Directory:
                 inside = system.get_file_info(fs.FileSelector(path, recursive=True))
                 inside = [one for one in inside if one.is_file and one.base_name.endswith(SUFFIXES)]
-                infos = sorted((one for one in inside if one.base_name[0] not in "._"), key=lambda one: one.path)
-                names = [name.rstrip("/") + one.path.removeprefix(path.rstrip("/")) for one in infos]
+                below = {one.path.removeprefix(path.rstrip("/")): one for one in inside}
+                # Logs, caches and unfinished files of other programs are in folders of such names.
+                below = {its: below[its] for its in sorted(below) if "/." not in its and "/_" not in its}
+                infos, names = [*below.values()], [name.rstrip("/") + its for its in below]
             else:
                 infos, names = [info], [name]
         except (OSError, ValueError) as error:  # pyarrow's errors are both
@@ -162,11 +171,32 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
     return found
 
 
+def facts(files: Sequence[Source]) -> list[list[Any]]:
+    """Returns name, size and a checksum of the end of each file, where parquet and gzip have facts about all of it.
+
+    Raises a DataError for a file that cannot be read.
+    """
+
+    def of(source: Source) -> list[Any]:
+        with _reading(source), source.system.open_input_file(source.path) as file:
+            size = file.size()
+            end = file.read_at(min(size, _END), max(size - _END, 0))
+        return [source.name, source.size, hashlib.sha256(end).hexdigest()]
+
+    return _of_each(of, files)
+
+
+def _of_each(function: Callable[[Source], Any], files: Sequence[Source]) -> list[Any]:
+    """Returns the results of a function for each file. Threads wait for remote files."""
+    with ThreadPoolExecutor(max_workers=16) as threads:
+        return [*threads.map(function, files)]
+
+
 def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
     """Returns the `pyarrow.Schema` of the kept columns. Raises a DataError unless all files have these columns."""
     pa = arrow()
     if files[0].kind == ".parquet":
-        schemas = [_schema(source) for source in files]
+        schemas = _of_each(_schema, files)
         for source, its in zip(files, schemas, strict=True):
             for name in dict.fromkeys((column, *keep)):
                 if its.get_field_index(name) < 0:
@@ -266,13 +296,23 @@ def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -
             if value is not None and not fits:
                 name = f"{source.name}, line {number}: field {field.name!r}"
                 raise DataError(f"{name} must be {field.type} as in the first records, got {value!r:.80}")
-        try:
-            arrays.append(pa.array(values, field.type))
-        except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
-            raise DataError(f"{source.name}, after line {row}: field {field.name!r}: {error}") from error
+        arrays.append(_array(source, row, field, values))
     if not arrays:
         return pa.table({"": pa.nulls(len(found))}).to_batches()[0].select([])
     return pa.RecordBatch.from_arrays(arrays, schema=kept)
+
+
+def _array(source: Source, row: int, field: Any, values: list[Any]) -> Any:
+    """Converts the values of a field. Raises a DataError that names the line of a value that does not fit."""
+    pa = arrow()
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
+        if len(values) == 1:
+            raise DataError(f"{source.name}, line {row + 1}: field {field.name!r}: {error}") from error
+    half = len(values) // 2
+    halves = _array(source, row, field, values[:half]), _array(source, row + half, field, values[half:])
+    return pa.concat_arrays(halves)
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------------

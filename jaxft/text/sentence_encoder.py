@@ -407,6 +407,8 @@ class SentenceEncoder(TextEncoder):
             if ranges is not None:
                 limits = as_ranges("encode", ranges, size)
             elif calibration is not None:
+                if devices is not None:
+                    devices = dispatch.named_devices("encode", devices)  # an iterator may be read once
                 calibration = self._calibration(
                     calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
                     normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task, devices=devices,
