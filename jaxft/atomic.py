@@ -83,10 +83,12 @@ def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Pat
 
 @contextlib.contextmanager
 def writing(target: Path | str) -> Iterator[None]:
-    """Makes an OSError of the block say that `target` cannot be written, and why."""
+    """Makes an OSError of the block say that `target` cannot be written, and why, unless it says so already."""
     try:
         yield
     except OSError as error:
+        if str(error.strerror).startswith("cannot write "):
+            raise
         reason = f"cannot write {target}: {error.strerror or error}"
         raise OSError(error.errno or errno.EIO, reason) from error
 

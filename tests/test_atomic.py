@@ -47,6 +47,12 @@ def start(code, *arguments, **options):
                             stderr=subprocess.PIPE, text=True, **options)  # fmt: skip
 
 
+def test_error_names_the_file_once():
+    with pytest.raises(OSError, match="^.Errno 28. cannot write a: No space left on device$"):
+        with atomic.writing("b"), atomic.writing("a"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextlib.contextmanager
 def holding(target):
     """A process that has half of the target."""

@@ -646,6 +646,7 @@ def test_text_that_fails_after_other_chunks_were_written_is_named(first, encoder
 
 def test_compressed_files_are_capped(encoder, monkeypatch):
     monkeypatch.setattr(records, "_LEAST_CAP", 1000)
+    monkeypatch.setattr(records, "_LINE_BYTES", 0)
     Path("a.txt.gz").write_bytes(gzip.compress(b"a bird sings\n" * 100_000))
     with pytest.raises(DataError, match="^a.txt.gz: expands to more than 200 times its size; decompress it first"):
         corpora.encode_corpus(encoder, ["a.txt.gz"], "out")
