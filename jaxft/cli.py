@@ -337,6 +337,8 @@ def _run_encode(args: argparse.Namespace) -> None:
     (args.file,) = args.data
     if args.output != "-" and Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl, or be - for stdout")
+    if os.path.exists(args.file) and os.path.exists(args.output) and os.path.samefile(args.file, args.output):
+        raise _UserError(f"cannot write {args.output}: it is the file with the texts")
     import numpy as np
 
     with contextlib.nullcontext() if args.output == "-" else _new_file(args.output) as output:

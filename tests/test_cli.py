@@ -96,6 +96,16 @@ def fails(capsys, *arguments):
     return line.removeprefix("jaxft: error: ").rstrip()
 
 
+@pytest.mark.parametrize("output", ["in.jsonl", "./in.jsonl", "link.jsonl", "hard.jsonl"])
+def test_input_is_not_replaced(folder, capsys, output):
+    Path("in.jsonl").write_text('"a bird"\n')
+    os.symlink("in.jsonl", "link.jsonl")
+    os.link("in.jsonl", "hard.jsonl")
+    message = fails(capsys, "encode", "--model", "m", "in.jsonl", "-o", output)
+    assert message == f"cannot write {output}: it is the file with the texts"
+    assert Path("in.jsonl").read_text() == '"a bird"\n'
+
+
 def test_special_files_are_not_replaced(folder, model, capsys, monkeypatch):
     os.mkfifo("pipe.npy")
     message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "pipe.npy")
