@@ -22,9 +22,9 @@ def _end_early(number: int, frame: FrameType | None) -> None:
 # The imports take a while. Until `main` calls `atomic.end_at_signals`, there is nothing to tidy up.
 _IS_PROGRAM = __name__ == "__main__" or os.path.splitext(os.path.basename("".join(sys.argv[:1])))[0] == "jaxft"
 if _IS_PROGRAM:
-    for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if signal.getsignal(_number := getattr(signal, _name, 0)) in (signal.default_int_handler, signal.SIG_DFL):
-            signal.signal(_number, _end_early)
+    for _early in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(_early) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(_early, _end_early)
 
 # ruff: noqa: E402
 import argparse
