@@ -625,9 +625,19 @@ def interrupts() -> Iterator[list[int]]:
         restore()
 
 
+def _report_unraisable(error: Any) -> None:
+    """Leaves out what TensorStore's threads raise when they report to orbax, which has closed its loop at an error."""
+    if str(error.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(error)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the exit code of `main`. Outside of `Run.train`, a signal ends it at once."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as in `python finetune.py >&-`
+            setattr(sys, name, open(os.devnull, "w"))
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs errors that it raises as well
+    sys.unraisablehook = _report_unraisable
     restore = atomic.end_at_signals(_message)
     try:
         sys.exit(main())

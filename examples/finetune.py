@@ -7,6 +7,12 @@ the paragraphs is held out. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it 
 resumes it.
 """
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from jaxft import atomic
+
+    atomic.end_at_signals(lambda number: "interrupted")
+
+# ruff: noqa: E402
 import collections
 import dataclasses
 import functools

@@ -6,6 +6,12 @@ FOLDER is a checkpoint, of which only the tokenizer is used (`make pretrain` ins
 padding. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it with exit code 130; the same command resumes it.
 """
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from jaxft import atomic
+
+    atomic.end_at_signals(lambda number: "interrupted")
+
+# ruff: noqa: E402
 import argparse
 import dataclasses
 import functools

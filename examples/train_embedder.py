@@ -8,6 +8,12 @@ and after the training, each of their queries has to find its document among all
 saves the run and ends it with exit code 130; the same command resumes it.
 """
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from jaxft import atomic
+
+    atomic.end_at_signals(lambda number: "interrupted")
+
+# ruff: noqa: E402
 import collections
 import dataclasses
 import functools

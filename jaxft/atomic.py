@@ -59,7 +59,7 @@ def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Pat
     """
     folder = Path(os.path.commonpath([target.parent for target in targets]))
     with writing(targets[0]):
-        _remove_abandoned(folder)
+        remove_abandoned(folder)
         work = _claim(folder)
     try:
         files = [work / target.relative_to(folder) for target in targets]
@@ -83,11 +83,11 @@ def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Pat
 
 @contextlib.contextmanager
 def writing(target: Path | str) -> Iterator[None]:
-    """Makes an OSError of the block say that `target` cannot be written, and why, unless it names a file already."""
+    """Makes an OSError of the block say that `target` cannot be written, and why, unless it says so already."""
     try:
         yield
     except OSError as error:
-        if isinstance(error.__cause__, OSError):  # from a block inside of this one
+        if str(error.strerror).startswith("cannot write "):
             raise
         reason = f"cannot write {target}: {error.strerror or error}"
         raise OSError(error.errno or errno.EIO, reason) from error
@@ -179,7 +179,7 @@ def _claim(folder: Path) -> Path:
             _remove(work)
 
 
-def _remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
     """Removes the temporary folders of this user's killed processes. Where there are no locks, it removes nothing."""
     for work in folder.glob(".jaxft-*.tmp"):
         with contextlib.suppress(OSError):
@@ -187,11 +187,15 @@ def _remove_abandoned(folder: Path) -> None:
                 (work / "lock").unlink()  # Windows refuses to remove a file that a process has open
                 shutil.rmtree(work)
             elif work.lstat().st_uid == os.getuid() and not work.is_symlink():
+                had_lock = (work / "lock").exists() or work.name.endswith("-.tmp")  # the name that `_remove` gives
                 lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     here = os.read(lock, 1000) in (b"", socket.gethostname().encode())
-                    if here or time.time() - os.fstat(lock).st_mtime > _WEEK:
+                    if not had_lock:  # a process killed before it made the lock left no other file
+                        (work / "lock").unlink()
+                        work.rmdir()
+                    elif here or time.time() - os.fstat(lock).st_mtime > _WEEK:
                         shutil.rmtree(work)
                 finally:
                     os.close(lock)

@@ -11,17 +11,20 @@ from types import FrameType
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-def _end_at_interrupt(number: int, frame: FrameType | None) -> None:
+def _end_early(number: int, frame: FrameType | None) -> None:
     try:
-        os.write(2, b"jaxft: interrupted\n")
+        if number == signal.SIGINT:
+            os.write(2, b"jaxft: interrupted\n")
     finally:
-        os._exit(_INTERRUPTED)
+        os._exit(128 + number)
 
 
 # The imports take a while. Until `main` calls `atomic.end_at_signals`, there is nothing to tidy up.
 _IS_PROGRAM = __name__ == "__main__" or os.path.splitext(os.path.basename("".join(sys.argv[:1])))[0] == "jaxft"
-if _IS_PROGRAM and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _end_at_interrupt)
+if _IS_PROGRAM:
+    for _early in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(_early) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(_early, _end_early)
 
 # ruff: noqa: E402
 import argparse
@@ -33,7 +36,9 @@ import json
 import stat
 import threading
 import time
+import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,8 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     similar = command(
         "similar", _run_similar, "show the texts nearest to a query",
         "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs. "
-        "Empty lines are skipped. QUERY gets the model's prompt for queries, and the texts its prompt for documents, "
-        "where the model has such prompts.",
+        "Lines without a visible character are skipped. QUERY gets the model's prompt for queries, and the texts "
+        "its prompt for documents, where the model has such prompts.",
     )  # fmt: skip
     _add_model_arguments(similar)
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
@@ -163,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     rerank = command(
         "rerank", _run_rerank, "show the texts that a cross-encoder scores highest for a query",
         "Scores each text of FILE together with QUERY and prints the best: score, line number and text, separated by "
-        "tabs. Empty lines are skipped. The model must be a cross-encoder with one score.",
+        "tabs. Lines without a visible character are skipped. The model must be a cross-encoder with one score.",
     )  # fmt: skip
     _add_model_arguments(rerank)
     rerank.add_argument("query", metavar="QUERY")
@@ -297,8 +302,8 @@ def _positive(value: str) -> int:
         number = int(value)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value!r}")
+    if not 0 < number < 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a positive integer below 2**31, got {value!r:.200}")
     return number
 
 
@@ -332,6 +337,8 @@ def _run_encode(args: argparse.Namespace) -> None:
     (args.file,) = args.data
     if args.output != "-" and Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl, or be - for stdout")
+    if os.path.exists(args.file) and os.path.exists(args.output) and os.path.samefile(args.file, args.output):
+        raise _UserError(f"cannot write {args.output}: it is the file with the texts")
     import numpy as np
 
     with contextlib.nullcontext() if args.output == "-" else _new_file(args.output) as output:
@@ -458,7 +465,7 @@ def _run_warmup(args: argparse.Namespace) -> None:
     }  # fmt: skip
     if args.command != "encode" and args.precision != "float32":
         raise _UserError(f"--precision has no meaning for {args.command}")
-    with _model_errors(None, ()):
+    with _model_errors(None, ()), _kept_programs():
         start = time.perf_counter()
         if args.command == "rerank":
             if args.normalize or args.truncate_dim:
@@ -477,20 +484,35 @@ def _run_warmup(args: argparse.Namespace) -> None:
     print(f"jaxft: ready after {time.perf_counter() - start:.1f} s ({device})", file=sys.stderr)
 
 
+@contextmanager
+def _kept_programs() -> Iterator[None]:
+    """Makes it an error of the block that a program cannot be written, for which JAX only warns."""
+    message = "Error writing persistent compilation cache"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message)
+            yield
+    except UserWarning as warning:
+        from jaxft import compilation_cache
+
+        warnings.filterwarnings("ignore", message)  # other threads still compile
+        raise _UserError(f"cannot write the compilation cache {compilation_cache.folder()}: {warning}") from warning
+
+
 def _read_documents(args: argparse.Namespace) -> tuple[list[str], list[int]]:
     """Reads the texts to rank for a query. Returns the texts of all lines, and the numbers of the lines to rank."""
     try:
         records.checked(args.query, "the query")
     except records.DataError as error:
         raise _UserError(str(error)) from error
-    if not args.query.strip():
+    if records.is_blank(args.query):
         raise _UserError("the query is empty")
     lines = [*map(_text, _read_records(args.file, args.jsonl))]
-    numbers = [number for number, text in enumerate(lines, 1) if text.strip()]
+    numbers = [number for number, text in enumerate(lines, 1) if not records.is_blank(text)]
+    if not numbers:
+        raise _UserError(f"{_name(args.file)}: all texts are empty")
     if len(numbers) < len(lines):
         print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
-    if not numbers:
-        raise _UserError("all texts are empty")
     return lines, numbers
 
 
@@ -636,11 +658,11 @@ def _run_latency(args: argparse.Namespace) -> None:
 
 def _run_fuse(args: argparse.Namespace) -> None:
     sys.path.insert(0, os.getcwd())
-    function, given = _named_object(args.function), _named_object(args.args)
+    function, given = _named_object("MODULE:FUNCTION", args.function), _named_object("--args", args.args)
     try:
         arguments = given() if callable(given) else given
-    except Exception as error:  # code of the user
-        raise _UserError(f"--args {args.args} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # code of the user
+        raise _UserError(f"--args {args.args} raised {_details(error)}") from error
     if not isinstance(arguments, tuple):
         raise _UserError(f"--args {args.args} must be a tuple of arguments, got {type(arguments).__name__}")
     from jaxft.fusion.transform import fuse
@@ -649,22 +671,36 @@ def _run_fuse(args: argparse.Namespace) -> None:
         fused = fuse(function, force=args.force)
     except TypeError as error:
         raise _UserError(f"{args.function}: {error}") from error
-    print(fused.report(*arguments))
+    try:
+        report = fused.report(*arguments)
+    except (Exception, SystemExit) as error:  # code of the user, or arguments that it does not take
+        raise _UserError(f"{args.function} with --args {args.args} raised {_details(error)}") from error
+    print(report)
 
 
-def _named_object(name: str) -> Any:
+def _named_object(argument: str, name: str) -> Any:
     """Returns what a name such as package.module:function stands for."""
     import pkgutil
 
     module, _, path = name.partition(":")
     if not module or not path:
-        raise _UserError(f"expected a name such as package.module:function, got {name!r}")
+        raise _UserError(f"{argument}: expected a name such as package.module:function, got {name!r:.200}")
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise _UserError(f"cannot find {name}: {error}") from error
-    except Exception as error:  # code of the user
-        raise _UserError(f"importing {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # code of the user
+        raise _UserError(f"importing {name} raised {_details(error)}") from error
+
+
+def _details(error: BaseException) -> str:
+    """Returns type and message of an error in code of the user, and the line of that code."""
+    import sysconfig
+
+    others = (os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(others)]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _device() -> dict[str, str]:
@@ -787,14 +823,16 @@ def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
                 yield records.record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
     except records.DataError as error:
         raise _UserError(str(error)) from error
-    except OSError as error:
-        raise _UserError(f"cannot read {name}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise _UserError(f"cannot read {name}: {getattr(error, 'strerror', error)}") from error
     if not number:
         raise _UserError(f"{name} is empty")
 
 
 def _name(file: str) -> str:
-    return "stdin" if file == "-" else file
+    if file == "-":
+        return "stdin"
+    return file if file.strip() else repr(file)
 
 
 def _text(record: str | dict[str, Any]) -> str:

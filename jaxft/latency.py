@@ -6,6 +6,7 @@ The module is also the program that times sentence-transformers in a process of 
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -67,8 +68,8 @@ def _turn(encode: Callable[[str], Any], callers: int, calls: range, times: list[
     start = threading.Barrier(callers + 1)
 
     def work(first: int) -> None:
-        start.wait()
         try:
+            start.wait()
             for i in calls:
                 before = time.perf_counter()
                 encode(QUERIES[(first + i) % len(QUERIES)])
@@ -77,8 +78,12 @@ def _turn(encode: Callable[[str], Any], callers: int, calls: range, times: list[
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(callers)]
-    for thread in threads:
-        thread.start()
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:  # the operating system allows fewer threads
+        start.abort()
+        raise LatencyError(f"{callers} callers: {error}") from error
     start.wait()
     before = time.perf_counter()
     for thread in threads:
@@ -129,7 +134,12 @@ def _peer(folder: Path, dtype: str, callers: Sequence[int], calls: int | None) -
     """Returns the times of sentence-transformers in a process of its own."""
     arguments = [str(folder), dtype, json.dumps(calls, allow_nan=False), *map(str, callers)]
     command = [sys.executable, "-m", "jaxft.latency", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    reader, writer = os.pipe()  # open as long as this process lives
+    try:
+        done = subprocess.run(command, stdin=reader, capture_output=True, text=True)
+    finally:
+        os.close(reader)
+        os.close(writer)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise LatencyError(f"{PEER} failed: {reason}")
@@ -158,5 +168,11 @@ def _main(folder: str, dtype: str, calls: str, *callers: str) -> None:
     print(json.dumps(found, allow_nan=False))
 
 
+def _end_with_caller() -> None:
+    os.read(0, 1)  # returns once the pipe is closed, because the caller has ended
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     _main(*sys.argv[1:])

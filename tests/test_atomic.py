@@ -47,6 +47,12 @@ def start(code, *arguments, **options):
                             stderr=subprocess.PIPE, text=True, **options)  # fmt: skip
 
 
+def test_error_names_the_file_once():
+    with pytest.raises(OSError, match="^.Errno 28. cannot write a: No space left on device$"):
+        with atomic.writing("b"), atomic.writing("a"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextlib.contextmanager
 def holding(target):
     """A process that has half of the target."""
@@ -272,6 +278,21 @@ def test_folder_of_a_process_killed_before_it_had_a_lock_is_removed(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
+def test_folder_of_another_program_stays(tmp_path):
+    """It has the name of a temporary folder, and files, but no lock."""
+    (tmp_path / ".jaxft-x.tmp" / "more").mkdir(parents=True)
+    (tmp_path / ".jaxft-x.tmp" / "notes").write_text("mine")
+    write(tmp_path / "a")
+    assert names(tmp_path / ".jaxft-x.tmp") == ["more", "notes"]
+
+
+def test_process_killed_while_it_removed_its_folder_leaves_nothing(tmp_path):
+    (tmp_path / ".jaxft-x-.tmp").mkdir()
+    (tmp_path / ".jaxft-x-.tmp" / "a").write_text("half")
+    write(tmp_path / "a")
+    assert names(tmp_path) == ["a"]
+
+
 def test_only_folders_of_this_user_are_removed(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     (tmp_path / ".jaxft-link.tmp").symlink_to(tmp_path / "other")
@@ -316,13 +337,13 @@ def test_folder_that_is_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch, 
         if not seen:
             seen.append(unfinished(tmp_path))
             monkeypatch.setattr({"open": os, "flock": fcntl}[step], step, real)
-            atomic._remove_abandoned(tmp_path)
+            atomic.remove_abandoned(tmp_path)
         return real(*arguments)
 
     monkeypatch.setattr({"open": os, "flock": fcntl}[step], step, late)
     with atomic.replacing(tmp_path / "a") as (new,):
         new.write_text("new")
-        atomic._remove_abandoned(tmp_path)  # as other processes do, which see the lock
+        atomic.remove_abandoned(tmp_path)  # as other processes do, which see the lock
         assert new.exists()
     assert len(seen[0]) == 1 and names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "new"
 

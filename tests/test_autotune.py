@@ -328,6 +328,13 @@ def test_an_interrupt_keeps_what_was_found(machine):
     assert tuning_rows.softmax_backward(6, 24, 4, DEVICE) == FAST and tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT
 
 
+@pytest.mark.parametrize("show", [None, True])
+def test_progress_needs_no_stderr(machine, monkeypatch, show):
+    machine({FAST: 50.0, SLOW: 100.0})
+    monkeypatch.setattr(sys, "stderr", None)
+    tuning_search.autotune(SOFTMAX, X, show_progress_bar=show)
+
+
 def test_progress(machine, capsys):
     machine({FAST: 50.0, SLOW: 100.0})
     tuning_search.autotune(SOFTMAX, X, show_progress_bar=True)

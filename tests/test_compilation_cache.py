@@ -443,6 +443,20 @@ def test_warmup_that_would_keep_nothing_is_an_error(folder, environment, reason)
     assert done.returncode == 2 and f"warmup needs {reason}" in done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the size of files")
+def test_warmup_on_a_full_disk_is_an_error(model, folder):
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+    code = limit + "from jaxft import cli; sys.exit(cli.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "warmup", "--model", model], capture_output=True, text=True,
+        env=os.environ | {"JAXFT_COMPILATION_CACHE": str(folder)},
+    )  # fmt: skip
+    *progress, line = done.stderr.splitlines()
+    assert done.returncode == 2 and all("program/s" in line for line in progress if line)
+    assert line.startswith(f"jaxft: error: cannot write the compilation cache {folder}: ")
+    assert line.endswith("File too large")
+
+
 def test_function_main_leaves_jax_settings(model, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (file := tmp_path / "texts.txt").write_text("a bird\n")

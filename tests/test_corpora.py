@@ -358,6 +358,15 @@ def test_damaged_part_is_computed_again(damage, encoder, caplog):
     assert ("part-000002.parquet is damaged and is computed again" in caplog.text) == (damage != "gone")
 
 
+def test_run_without_new_parts_removes_what_a_killed_one_left(encoder):
+    write("a.txt", TEXTS[:3])
+    corpora.encode_corpus(encoder, ["a.txt"], "out")
+    Path("out/.jaxft-x.tmp").mkdir()
+    Path("out/.jaxft-x.tmp/lock").touch()
+    assert corpora.encode_corpus(encoder, ["a.txt"], "out").found == 1
+    assert sorted(os.listdir("out")) == ["manifest.json", "part-000000.json", "part-000000.parquet"]
+
+
 def test_failed_write_leaves_no_part(encoder, monkeypatch):
     write("a.parquet", TEXTS)
 
@@ -709,6 +718,7 @@ def test_text_that_fails_after_other_chunks_were_written_is_named(first, encoder
 
 def test_compressed_files_are_capped(encoder, monkeypatch):
     monkeypatch.setattr(records, "_LEAST_CAP", 1000)
+    monkeypatch.setattr(records, "_LINE_BYTES", 0)
     Path("a.txt.gz").write_bytes(gzip.compress(b"a bird sings\n" * 100_000))
     with pytest.raises(DataError, match="^a.txt.gz: expands to more than 200 times its size; decompress it first"):
         corpora.encode_corpus(encoder, ["a.txt.gz"], "out")

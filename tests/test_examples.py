@@ -262,7 +262,7 @@ import jax, jax.numpy as jnp
 import common
 
 def main():
-    params = {"w": jax.random.normal(jax.random.key(0), 20_000)}
+    params = {f"w{i}": jax.random.normal(jax.random.key(i), 20_000) for i in range(50)}
     run = common.Run(Path(sys.argv[1]), {"steps": 3, "seed": 0}, common.State(params, (), None))
     step = lambda state, batch, key: (state, jnp.sum(batch))
     def batch_at(step):
@@ -289,7 +289,8 @@ def test_full_disk_ends_a_run_with_one_line(limit, what, tmp_path):
     assert re.fullmatch(rf"stopped after step 3: {what}File too large.*{then}", line)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "held_out.csv", "losses.csv"]
-    run = common.Run(tmp_path, {"steps": 3, "seed": 0}, common.State({"w": jnp.ones(20_000)}, (), None))
+    params = {f"w{i}": jnp.ones(20_000) for i in range(50)}
+    run = common.Run(tmp_path, {"steps": 3, "seed": 0}, common.State(params, (), None))
     assert run.step == 2 and finish(run)
 
 

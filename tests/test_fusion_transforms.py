@@ -1,6 +1,8 @@
 """`jaxft.fuse` with JAX's transformations, its options, its guards, and its choice of what is worth it."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -951,6 +953,9 @@ def model(x): return jax.nn.softmax(x * 2)
 example = (jnp.ones((3, 8)),)
 def arguments(): return example
 wrong = 3
+def fails(x): raise KeyError("a line of mine")
+def leaves(x): raise SystemExit(3)
+no_arguments = ()
 """
 
 
@@ -973,13 +978,34 @@ def test_command_prints_the_report(args, module, capsys):
     [
         (["nowhere_to_be_found:model"], "nowhere_to_be_found"),
         (["some_model:missing"], "missing"),
-        (["some_model"], "package.module:function"),
+        (["some_model"], "MODULE:FUNCTION: expected a name such as package.module:function"),
         (["some_model:wrong"], "must be a function"),
     ],
 )
 def test_command_names_what_is_wrong(words, message, module, capsys):
     assert cli.main(["fuse", *words, "--args", "some_model:example"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["some_model:fails", "--args", "some_model:example"],
+            r"KeyError: 'a line of mine' \(.*some_model.py, line 7\)",
+        ),
+        (["some_model:leaves", "--args", "some_model:example"], r"SystemExit: 3 \(.*some_model.py, line 8\)"),
+        (["math:sqrt", "--args", "some_model:example"], "TypeError: .*"),
+        (["some_model:model", "--args", "some_model:no_arguments"], r"TypeError: model\(\) missing 1 .*"),
+        (["some_model:model", "--args", "some_leaver:example"], r"SystemExit: 4 \(.*some_leaver.py, line 1\)"),
+        (["some_model:model", "--args", "broken_model:example"], r"SyntaxError: .* \(broken_model.py, line 1\)"),
+    ],
+)
+def test_command_says_in_one_line_what_the_code_raised(words, message, module, capsys):
+    Path("some_leaver.py").write_text("raise SystemExit(4)")
+    Path("broken_model.py").write_text("example = (")
+    assert cli.main(["fuse", *words]) == 2
+    assert re.fullmatch(f"jaxft: error: .* raised {message}\n", capsys.readouterr().err)
 
 
 def test_command_needs_arguments_of_the_function(module, capsys):

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -147,6 +149,27 @@ def test_times_are_printed_as_soon_as_they_are_measured(model, monkeypatch, caps
     monkeypatch.setattr(latency.importlib.util, "find_spec", lambda name: None)  # no other library
     assert cli.main(["bench", "--model", model, "--latency", "--calls", "1", "--callers", "1", "2"]) == 0
     assert printed == [0, 5]  # the head, and two variants
+
+
+def test_more_callers_than_the_system_has_threads_are_an_error(model, monkeypatch, capsys):
+    class Thread(threading.Thread):
+        def start(self):
+            if self._target.__qualname__ == "_turn.<locals>.work" and self._args == (3,):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(latency.threading, "Thread", Thread)
+    message = fails(capsys, "--model", model, "--latency", "--calls", "1", "--callers", "5")
+    assert message == "5 callers: can't start new thread"
+
+
+def test_peer_ends_with_its_caller(peer, tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    command = [sys.executable, "-m", "jaxft.latency", str(tmp_path), "float32", "1", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.close()
+        assert process.wait(20) == 1
 
 
 def test_peer_encodes_all_queries_before_it_is_timed(peer, tmp_path, capsys):

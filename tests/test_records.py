@@ -104,6 +104,7 @@ def test_json_lines_may_have_any_name():
 @pytest.mark.parametrize("size", [None, 10, 40])
 def test_expansion_is_capped_by_the_size(size, monkeypatch):
     monkeypatch.setattr(records, "_LEAST_CAP", 3000)
+    monkeypatch.setattr(records, "_LINE_BYTES", 0)
     Path("a.gz").write_bytes(gzip.compress(b"ab\n" * 2000))
     with open("a.gz", "rb") as file:
         expanded = records.Expanded(file, "a.gz", size)
@@ -113,6 +114,19 @@ def test_expansion_is_capped_by_the_size(size, monkeypatch):
         else:
             with pytest.raises(DataError, match="expands to more than 200 times its size"):
                 [*records.lines(expanded, "a.gz")]
+
+
+def test_lines_of_compressed_files_count_what_they_take_in_memory(monkeypatch):
+    monkeypatch.setattr(records, "_LEAST_CAP", 1 << 20)
+    bomb = records.Expanded(io.BytesIO(gzip.compress(b"\n" * (1 << 19))), "a.gz", None)
+    with pytest.raises(DataError, match="a.gz: expands to more than"):
+        [*records.lines(bomb, "a.gz")]
+
+
+@pytest.mark.parametrize("text", ["", " \t\r", "\ufeff", "\u200b\u200d\u2060\u00ad", "\0\x1f\x7f", "\u2028\u3000\u00a0",
+                                  "\u115f\u3164\uffa0", "\ufe0f\u034f"])  # fmt: skip
+def test_text_without_a_visible_character_is_blank(text):
+    assert records.is_blank(text) and not records.is_blank(f"{text}.") and not records.is_blank(f"\u0301{text}")
 
 
 def test_types_of_kept_fields_are_inferred(monkeypatch):

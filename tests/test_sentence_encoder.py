@@ -237,6 +237,15 @@ def test_progress_bar(encoder, capsys, monkeypatch, count, show, terminal, expec
     assert expected or captured.err == ""
 
 
+@pytest.mark.parametrize("show", [None, True, False])
+def test_progress_needs_no_stderr(encoder, monkeypatch, tmp_path, show):
+    """A process that was started with stderr closed has none."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert encoder.encode(["rain"] * 1001, show_progress_bar=show, batch_size=256).shape == (1001, tiny.WIDTH)
+    encoder.warmup(batch_size=1, show_progress_bar=show)
+    encoder.export(tmp_path, batch_size=1, show_progress_bar=show)
+
+
 @pytest.mark.parametrize(
     ("sentences", "message"),
     [

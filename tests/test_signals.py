@@ -276,11 +276,12 @@ def test_early_ctrl_c_gives_one_line(seconds, tmp_path):
     check_moment(["info"], signal.SIGINT, seconds, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["argparse", "shutil", "jaxft.text.records"])
-def test_ctrl_c_while_the_command_line_is_imported_gives_one_line(module, tmp_path):
-    slow = """
+def signalled_in_an_import(number, module, run, folder):
+    """Sends a signal to a program while it imports a module. Returns stdout, stderr and the exit code."""
+    slow = f"""
 import importlib.abc, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `start`
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == sys.argv[1]:
@@ -290,16 +291,34 @@ sys.meta_path.insert(0, Slow())
 for name in ("argparse", "shutil"):
     sys.modules.pop(name, None)
 import runpy
-runpy.run_module("jaxft.cli", run_name="__main__", alter_sys=True)
+{run}
 """
     with subprocess.Popen(
-        [sys.executable, "-c", slow, module], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", slow, module], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=20) == ("", "jaxft: interrupted\n")
-    assert process.returncode == 130
+        process.send_signal(number)
+        return *process.communicate(timeout=20), process.returncode
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("module", ["argparse", "shutil", "jaxft.text.records"])
+def test_signal_while_the_command_line_is_imported_gives_one_line(module, number, tmp_path):
+    run = "runpy.run_module('jaxft.cli', run_name='__main__', alter_sys=True)"
+    line = "jaxft: interrupted\n" if number == signal.SIGINT else ""
+    assert signalled_in_an_import(number, module, run, tmp_path) == ("", line, 128 + number)
+
+
+@pytest.mark.parametrize("module", ["argparse", "jax"])
+@pytest.mark.parametrize(
+    "example", sorted(path.stem for path in ROOT.glob("examples/*.py") if "__main__" in path.read_text())
+)
+def test_signal_while_an_example_is_imported_gives_one_line(example, module, tmp_path):
+    folder = str(ROOT / "examples")
+    run = f"sys.path.insert(0, {folder!r}); runpy.run_path({folder!r} + '/{example}.py', run_name='__main__')"
+    number = signal.SIGINT if module == "jax" else signal.SIGTERM
+    assert signalled_in_an_import(number, module, run, tmp_path) == ("", "interrupted\n", 128 + number)
 
 
 def test_importing_the_command_line_leaves_ctrl_c_alone(tmp_path):

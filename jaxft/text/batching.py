@@ -791,6 +791,11 @@ def check_batch_size(op: str, batch_size: Any) -> int:
     return int(batch_size)
 
 
+def is_terminal() -> bool:
+    """Returns whether stderr is a terminal. A process that was started with stderr closed has none."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def progress_bar(total: int | None, unit: str, show: bool | None) -> "tqdm":
     """Creates a progress bar on stderr.
 
@@ -799,8 +804,9 @@ def progress_bar(total: int | None, unit: str, show: bool | None) -> "tqdm":
     """
     from tqdm import tqdm
 
-    terminal = sys.stderr.isatty()
+    terminal = is_terminal()
     if show is None:
         show = total is not None and total > _LONG_WORK and terminal
     # In a log file, each update appends text. So updates are rare unless stderr is a terminal.
-    return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0, miniters=0)
+    hidden = not show or sys.stderr is None
+    return tqdm(total=total, unit=unit, disable=hidden, mininterval=0.1 if terminal else 10.0, miniters=0)

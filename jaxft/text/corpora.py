@@ -163,6 +163,7 @@ def encode_corpus(
     settings |= {"batch_size": int(batch_size), "truncate_dim": truncate_dim and int(truncate_dim)}  # as JSON has them
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        atomic.remove_abandoned(folder)  # also if all parts are there
     manifest = _manifest(folder, settings)
     ranges: Any = None if manifest is None else manifest["ranges"]
     if manifest is None and precision in ("int8", "uint8"):

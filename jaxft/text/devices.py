@@ -5,7 +5,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from jaxft.kernels.mosaic_gpu import support
 from jaxft.models.bundled import Bundled
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import programs
-from jaxft.text.batching import Batch, Lane, progress_bar
+from jaxft.text.batching import Batch, Lane, is_terminal, progress_bar
 
 Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # makes the arguments of the jitted function
 
@@ -184,7 +183,7 @@ class Dealer:
 
         `show_progress_bar=None` shows a progress bar if stderr is a terminal.
         """
-        show = sys.stderr.isatty() if show_progress_bar is None else show_progress_bar
+        show = is_terminal() if show_progress_bar is None else show_progress_bar
         work = [(lane, batch) for batch in reversed(batches) for lane in lanes]  # largest first: they take longest
         with progress_bar(len(work), "program", show) as bar:
             for lane, batch in work:

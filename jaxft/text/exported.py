@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def contents(
                 call = arguments(arrays, rebuild, batch)
                 calls.setdefault(_key(call), call)
     files: dict[str, Any] = {}
-    show = sys.stderr.isatty() if show_progress_bar is None else show_progress_bar
+    show = batching.is_terminal() if show_progress_bar is None else show_progress_bar
     with batching.progress_bar(len(calls), "program", show) as bar:
         for call in calls.values():
             files[_PROGRAM.format(len(files))] = _serialised(function, call)

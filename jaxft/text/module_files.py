@@ -96,7 +96,7 @@ def read_sentence_encoder(folder: Path) -> Layout:
     file = folder / "modules.json"
     if not os.path.lexists(file):
         _check_bare(folder)
-        config = read_settings(folder / "config.json")
+        config = checkpoint_files.read_json_object(folder / "config.json")
         architectures = config.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else None
         if str(first).endswith("ForCausalLM") and config.get("is_causal", True):

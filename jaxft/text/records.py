@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import os
+import unicodedata
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from jaxft.checkpoint.files import parse_json
 LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 MOST_EXPANSION = 200  # times its size that a compressed file may expand to; text takes about 4
 _LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
+_LINE_BYTES = 64  # memory of a line beside its bytes
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 14  # of the rows that are read at once
 _END = 1 << 16  # bytes at the end of a file that tell whether it has changed
 _SAMPLE = 1000  # records of JSON lines from which the types of kept fields are inferred
@@ -104,8 +106,21 @@ def checked(text: str, where: str) -> str:
     return text
 
 
+def is_blank(text: str) -> bool:
+    """Returns whether a text has no visible character."""
+    return all(unicodedata.category(x) in _INVISIBLE or x in _FILLERS for x in text)
+
+
+_INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
+# Characters of other categories that fonts show as nothing: fillers, vowels of Khmer, variation selectors.
+_FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u2800\u3164\ufe0e\ufe0f\uffa0"
+
+
 class Expanded:
-    """Lines of a gzip file of `size` bytes. They raise a DataError if the file expands too much."""
+    """Lines of a gzip file of `size` bytes. They raise a DataError if the file expands too much.
+
+    Each line counts a few bytes more, because a file of a megabyte may have a billion empty lines.
+    """
 
     def __init__(self, file: Any, name: str, size: int | None) -> None:
         self._file, self._name = gzip.GzipFile(fileobj=file), name
@@ -117,7 +132,7 @@ class Expanded:
             data = self._file.readline(most)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{self._name}: cannot be decompressed: {error}") from error
-        self._left -= len(data)
+        self._left -= len(data) + _LINE_BYTES
         if self._left < 0:
             raise DataError(f"{self._name}: expands to more than {MOST_EXPANSION} times its size; decompress it first")
         return data

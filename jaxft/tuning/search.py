@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -132,7 +133,8 @@ def autotune(
     unit = COARSE_UNIT if _is_coarse(traced.jaxpr.jaxpr) else FULL_UNIT
     tried = {entry: candidates(entry[0], config, device, **sizes) for entry, (config, sizes) in asked.items()}
     results: list[Tuned] = []
-    hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
+    # None hides the bar where stderr is no terminal. A process that was started with stderr closed has none.
+    hidden = sys.stderr is None or (None if show_progress_bar is None else not show_progress_bar)
     try:
         with tqdm(total=sum(map(len, tried.values())), desc="autotune", unit="config", disable=hidden) as bar:
             present = traced.lower().compile()
