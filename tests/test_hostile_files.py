@@ -394,6 +394,20 @@ def test_special_files_are_refused(tmp_path, monkeypatch, make, name):
     refused(SentenceEncoder.from_pretrained, folder, Path(name).name)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="only Linux has these files")
+@pytest.mark.parametrize("name", [*FILES, "vocab.txt", WEIGHTS, WEIGHTS + ".index.json"])
+def test_files_of_the_kernel_are_refused(tmp_path, name):
+    """They look regular and empty, but reading one of them may wait for ever or have no end."""
+    tiny.write_sentence_model(tmp_path)
+    if name == "vocab.txt":
+        (tmp_path / "tokenizer.json").unlink()
+    if name.endswith(".index.json"):
+        (tmp_path / WEIGHTS).unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/maps")
+    refused(SentenceEncoder.from_pretrained, tmp_path, Path(name).name, "is not a regular file, but one of the kernel")
+
+
 @pytest.mark.parametrize("name", [*FILES, WEIGHTS + ".index.json"])
 @pytest.mark.parametrize(
     "content",
