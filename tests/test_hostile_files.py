@@ -509,13 +509,16 @@ def test_refused_dropout_of_a_module_names_the_field(tmp_path, value):
     refused(SentenceEncoder.from_pretrained, tmp_path, f"{file}: dropout: ")
 
 
-@pytest.mark.parametrize("field", ["query_length", "document_length"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "5", 2])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*((name, value) for name in ("query_length", "document_length") for value in (0, -1, 1.5, True, "5")),
+     ("document_length", 2)],
+)  # fmt: skip
 def test_refused_length_of_pylate_names_its_file(tmp_path, field, value):
     folder = peer_models.write(tmp_path / "m", "colbert of pylate")
     file = folder / "config_sentence_transformers.json"
     change(file, **{field: value})
-    refused(MultiVectorEncoder.from_pretrained, folder, str(file) if value != 2 else "", field if value != 2 else "")
+    refused(MultiVectorEncoder.from_pretrained, folder, f"{file}: ", field)
 
 
 def test_class_in_special_tokens_map_has_no_effect(tmp_path):
