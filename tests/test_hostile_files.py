@@ -15,6 +15,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models, processors
 
 import fuzz_checkpoints
+import peer_models
 import tiny
 from jaxft import cli
 from jaxft.checkpoint.files import CheckpointError
@@ -24,6 +25,7 @@ from jaxft.models.embedding import Dense
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import TextError
 from jaxft.text.cross_encoder import CrossEncoder
+from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
 from test_atomic import names
 
@@ -392,6 +394,20 @@ def test_special_files_are_refused(tmp_path, monkeypatch, make, name):
     refused(SentenceEncoder.from_pretrained, folder, Path(name).name)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="only Linux has these files")
+@pytest.mark.parametrize("name", [*FILES, "vocab.txt", WEIGHTS, WEIGHTS + ".index.json"])
+def test_files_of_the_kernel_are_refused(tmp_path, name):
+    """They look regular and empty, but reading one of them may wait for ever or have no end."""
+    tiny.write_sentence_model(tmp_path)
+    if name == "vocab.txt":
+        (tmp_path / "tokenizer.json").unlink()
+    if name.endswith(".index.json"):
+        (tmp_path / WEIGHTS).unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/maps")
+    refused(SentenceEncoder.from_pretrained, tmp_path, Path(name).name, "is not a regular file, but one of the kernel")
+
+
 @pytest.mark.parametrize("name", [*FILES, WEIGHTS + ".index.json"])
 @pytest.mark.parametrize(
     "content",
@@ -453,6 +469,63 @@ def test_bombs_are_refused_at_once(tmp_path, file, fields, reason):
     old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
     tiny.write_json(tmp_path / file, fields if isinstance(fields, list) else old | fields)
     refused(SentenceEncoder.from_pretrained, tmp_path, reason)
+
+
+MODULE, TOKENIZER, MAP = "sentence_bert_config.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        *((MODULE, name, value) for name in ("max_seq_length", "query_length", "document_length")
+          for value in (0, -1, 1.5, True, "5", 2)),
+        *((file, name, value) for file in (TOKENIZER, MAP) for name in ("model_max_length", "max_len")
+          for value in (0, -1, 1.5, True, "5", 2)),
+        *((file, name, value) for file in (TOKENIZER, MAP) for name in ("cls_token", "mask_token", "eos_token")
+          for value in (5, True, ["rain"], {"content": 5})),
+        *((file, name, value) for file in (TOKENIZER, MAP) for name in ("extra_special_tokens", "do_lower_case")
+          for value in (5, "rain")),
+        (MAP, "additional_special_tokens", "rain"), (MAP, "truncation_side", "middle"), (MAP, "padding_side", "left"),
+        (MAP, "model_input_names", ["input_ids"]), (MAP, "sep_token", None),
+        ("config.json", "max_position_embeddings", 2),
+    ],
+)  # fmt: skip
+def test_refused_value_names_file_and_field(tmp_path, file, field, value):
+    tiny.write_sentence_model(tmp_path)
+    if file == "config.json":
+        tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+        tensors["embeddings.position_embeddings.weight"] = tensors["embeddings.position_embeddings.weight"][:2].copy()
+        safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
+    old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    tiny.write_json(tmp_path / file, old | {field: value})
+    refused(SentenceEncoder.from_pretrained, tmp_path, f"{tmp_path / file}: ", field)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "0.5", None, 10**400])
+def test_refused_dropout_of_a_module_names_the_field(tmp_path, value):
+    fuzz_checkpoints.make(tmp_path, "sentence")
+    file = next(tmp_path.glob("*_Dropout")) / "config.json"
+    tiny.write_json(file, {"dropout": value})
+    refused(SentenceEncoder.from_pretrained, tmp_path, f"{file}: dropout: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*((name, value) for name in ("query_length", "document_length") for value in (0, -1, 1.5, True, "5")),
+     ("document_length", 2)],
+)  # fmt: skip
+def test_refused_length_of_pylate_names_its_file(tmp_path, field, value):
+    folder = peer_models.write(tmp_path / "m", "colbert of pylate")
+    file = folder / "config_sentence_transformers.json"
+    change(file, **{field: value})
+    refused(MultiVectorEncoder.from_pretrained, folder, f"{file}: ", field)
+
+
+def test_class_in_special_tokens_map_has_no_effect(tmp_path):
+    """transformers chooses the class before it reads this file."""
+    expected = SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path)).tokenize(TEXTS)
+    tiny.write_json(tmp_path / MAP, {"tokenizer_class": "MPNetTokenizer"})
+    assert SentenceEncoder.from_pretrained(tmp_path).tokenize(TEXTS) == expected
 
 
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "WordLevel"])

@@ -123,7 +123,13 @@ def check_file(file: Path, most_bytes: float = _MOST_BYTES) -> None:
             raise CheckpointError(f"{file} is not a regular file, but {_kind(status.st_mode)}")
         if status.st_size > most_bytes:
             raise CheckpointError(f"{file} has {status.st_size:,} bytes, at most {most_bytes:,} are supported")
-        file.open("rb").close()
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            # A file of the kernel, as in /proc, has no size. Reading it may wait for ever or have no end.
+            if status.st_size == 0 and os.read(handle, 1):
+                raise CheckpointError(f"{file} is not a regular file, but one of the kernel")
+        finally:
+            os.close(handle)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} does not exist; the folder of a checkpoint has one") from error
     except OSError as error:

@@ -44,6 +44,8 @@ _FLAGS = ("norm_first", "relative_bias", "shared_layers", "qkv_bias", "out_bias"
           "norm_bias", "classifier_bias", "classifier_norm")  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _OPTIONAL = ("embedding_size", "local_attention")  # sizes that may be None
+# Fields that change numbers and no shape of a tensor. Null is refused, as in transformers.
+_NOT_NULL = ("num_hidden_layers", "num_attention_heads", "hidden_act", "layer_norm_eps", "local_attention")
 _MAX_PARAMETERS = 2**36
 
 # Fields of config.json that transformers applies and jaxft refuses, with what a field would mean.
@@ -193,8 +195,9 @@ class BertConfig:
         """Creates a config from the content of a Hugging Face `config.json`.
 
         Args:
-          config: fields by name. An absent or null field gets transformers' default for the model type.
-            docs/checkpoints.md lists the fields that are applied, refused and harmless.
+          config: fields by name. An absent field gets transformers' default for the model type, and so does a null
+            field whose value the shapes of the tensors show. docs/checkpoints.md lists the fields that are applied,
+            refused and harmless.
 
         Raises:
           ValueError: as for `BertConfig`, or the fields describe a kind of model that is not supported.
@@ -207,18 +210,24 @@ class BertConfig:
         layout = checkpoint_layouts.LAYOUTS[model_type]
         values: dict[str, Any] = dataclasses.asdict(cls()) | {**layout.config_defaults, **layout.facts}
         values["model_type"] = model_type
+        null = []
         for name in (*_BERT_FIELDS, *layout.config_fields):
             given = config.get(layout.config_names.get(name, name))
             if name in layout.config_aliases and config.get(name) is not None:
                 given = config[name]
-            if given is not None and name != "model_type" and name not in layout.facts:
+            if name == "model_type" or name in layout.facts:
+                continue
+            if given is not None:
                 values[name] = given
+            elif name in _NOT_NULL and layout.config_names.get(name, name) in config:
+                null.append(name)
         problems = [
             f"{option} is {config[option]!r:.100}; {meaning} is not supported"
             for option, meaning in REFUSED.items()
             if config.get(option)
         ]
         own, more = dialects.read(model_type, config, values)
+        more += [f"{layout.config_names.get(name, name)} must not be null" for name in null if name not in own]
         if problems := problems + more + _problems(values | own):
             raise ValueError("BertConfig: " + "; ".join(problems))
         if config.get("auto_map"):  # as with trust_remote_code=False

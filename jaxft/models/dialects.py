@@ -119,6 +119,11 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
             own["rope_factor"] = scaling.get("factor", 1.0)
             if scaling.get("mixed_b") is not None:
                 problems.append(f"mixed_b of the rotary parameters must be absent, got {scaling['mixed_b']!r:.100}")
+    if values["positions"] == "rotary":  # only these models of transformers read it
+        sizes = [{**values, **own}[name] for name in ("hidden_size", "num_attention_heads")]
+        head_size = sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None
+        if config.get("head_dim") not in (None, head_size):
+            problems.append(f"head_dim must be hidden_size / num_attention_heads, got {config['head_dim']!r:.100}")
     return own, problems
 
 

@@ -191,11 +191,13 @@ class CrossEncoder:
         # A classifier takes the first token of a row, which would be padding.
         may_pad_left = isinstance(model, EmbeddingModel) and not config.positions_count_padding
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
+        if max_length is None:
+            max_length = files.limit(config, tokenizer, cls.__name__, is_pair=True)
         try:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=files.limit(config) if max_length is None else max_length,
+                max_length=max_length,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,

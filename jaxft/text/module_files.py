@@ -76,6 +76,7 @@ class Layout:
     token_modules: tuple[Module, ...] = ()  # before the pooling, with parameters
     modules: tuple[Module, ...] = ()  # after the pooling
     max_seq_length: int | None = None
+    sources: Mapping[str, Path] = dataclasses.field(default_factory=dict)  # file of each field that is a length
     do_lower_case: bool = False
     prompts: dict[str, str | None] = dataclasses.field(default_factory=dict)
     default_prompt_name: str | None = None
@@ -194,7 +195,13 @@ def read_multi_vector_encoder(folder: Path) -> Layout:
         mask = _checked_mask(family, {"skiplist_words": [*string.punctuation] if words is None else words})
         modules.append(Normalize())
     options = _transformer_settings(
-        entries[0][1], "feature-extraction", "last_hidden_state", _TOKENS, defaults=defaults, expands=True
+        entries[0][1],
+        "feature-extraction",
+        "last_hidden_state",
+        _TOKENS,
+        defaults=defaults,
+        defaults_file=family,
+        expands=True,
     )
     expansion = options["query_expansion"]
     if expansion is not None and not expansion["attend"] and not is_pylate and "MultiVectorMask" not in kinds:
@@ -232,6 +239,7 @@ def _read_stanford(folder: Path) -> Layout:
     return Layout(
         folder, (), token_modules=(Normalize(),), prompts=prompts, markers=tuple(filter(None, prompts.values())),
         task_lengths={} if document_length is None else {"document": document_length},
+        sources={"document_length": file},
         query_expansion=checked_expansion(str(file), expansion), mask=_checked_mask(file, {"skiplist_words": words}),
         projection=_positive(file, "dim", settings.get("dim")) or 128,
     )  # fmt: skip
@@ -248,12 +256,13 @@ def _read_pylate(file: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], 
                 raise CheckpointError(f"{file}: {field} must be a text, got {prefix!r:.80}")
             markers.append(prefix)
             prompts[name] = prefix + (prompts.get(name) or "").removeprefix(prefix)
-    found = {name: settings[name] for name in ("query_length", "document_length") if settings.get(name) is not None}
+    lengths = {name: tokenizer_files.check_length(file, name, settings.get(name)) for name in _LENGTHS.values()}
+    found: dict[str, Any] = {name: length for name, length in lengths.items() if length is not None}
     if "query_expansion" in settings:
         found["query_expansion"] = settings["query_expansion"]
     elif any(name in settings for name in _PYLATE) and settings.get("do_query_expansion") is not False:
         attend = settings.get("attend_to_expansion_tokens", settings.get("attend_to_mask_tokens"))
-        length = found.pop("query_length", None) or 32
+        length = found.pop("query_length", 32)
         found["query_expansion"] = {"strategy": "fixed", "attend": bool(attend), "length": length}
     return prompts, tuple(markers), found
 
@@ -456,7 +465,8 @@ def _read_module(kind: str, folder: Path, default: str = _SENTENCE) -> tuple[Mod
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{file}: {error}") from error
+        field = "dropout: " if kind == "Dropout" else ""  # `Dense` and `LayerNorm` have the names of the fields
+        raise CheckpointError(f"{file}: {field}{error}") from error
 
 
 def _read_dense(folder: Path, config: dict[str, Any]) -> Dense:
@@ -513,16 +523,17 @@ def _prompts(file: Path, settings: dict[str, Any]) -> tuple[dict[str, str | None
 
 def _transformer_settings(
     folder: Path, task: str, output: str, feature: str, *, needs_task: bool = False,
-    defaults: Mapping[str, Any] | None = None, expands: bool = False,
+    defaults: Mapping[str, Any] | None = None, defaults_file: Path | None = None, expands: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the fields of `Layout` that a Transformer module has, and refuses what would change embeddings.
 
-    With `needs_task`, the settings must name the task. `defaults` are settings for what the file does not have. With
-    `expands`, queries may be expanded.
+    With `needs_task`, the settings must name the task. `defaults` are settings of `defaults_file` for what the module's
+    own file does not have. With `expands`, queries may be expanded.
     """
     files = [folder / f"sentence_{kind}_config.json" for kind in _KINDS]
     file = next(filter(read_settings, files), files[0])
-    settings = {**(defaults or {}), **read_settings(file)}
+    own = read_settings(file)
+    settings = {**(defaults or {}), **own}
     expected: dict[str, Any] = {"transformer_task": task, "module_output_name": feature, "tokenizer_name_or_path": None,
                                 "query_expansion": None}  # fmt: skip
     _check_known(file, settings, (*TRANSFORMER_FIELDS, *ARGUMENTS, *expected, "modality_config"))
@@ -541,7 +552,7 @@ def _transformer_settings(
     text = modes.get("text") if isinstance(modes, dict) and "message" not in modes else None
     if not isinstance(text, dict) or (text.get("method"), text.get("method_output_name")) != ("forward", output):
         raise CheckpointError(f"{file}: modality_config must take texts to {output} by forward, got {modes!r:.80}")
-    lengths = {name: tokenizer_files.check_length(file, settings.get(field)) for name, field in _LENGTHS.items()}
+    lengths = {name: tokenizer_files.check_length(file, field, settings.get(field)) for name, field in _LENGTHS.items()}
     expansion = None
     if expands:
         try:
@@ -555,7 +566,8 @@ def _transformer_settings(
             )
     return {
         "query_expansion": expansion,
-        "max_seq_length": tokenizer_files.check_length(file, settings.get("max_seq_length")),
+        "sources": {name: file if name in own else defaults_file for name in ("max_seq_length", *_LENGTHS.values())},
+        "max_seq_length": tokenizer_files.check_length(file, "max_seq_length", settings.get("max_seq_length")),
         "do_lower_case": bool(settings.get("do_lower_case", False)),
         "task_lengths": {name: length for name, length in lengths.items() if length is not None},
     }

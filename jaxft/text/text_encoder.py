@@ -51,10 +51,32 @@ class Files(NamedTuple):
     layout: module_files.Layout
     settings: tokenizer_files.Settings
 
-    def limit(self, config: BertConfig) -> int:
-        """Returns the maximum number of tokens that the files name, or the most that the model takes."""
-        of_tokenizer = min(self.settings.max_length or sys.maxsize, config.max_position_embeddings)
-        return self.fitted(self.layout.max_seq_length or of_tokenizer, config)
+    def limit(self, config: BertConfig, tokenizer: "Tokenizer", owner: str, *, is_pair: bool = False) -> int:
+        """Returns the maximum number of tokens that the files name, or the most that the model takes.
+
+        Raises a CheckpointError that names the file and the field if there is no room for a token.
+        """
+        settings, field = self.settings, "max_seq_length"
+        limit, file = self.layout.max_seq_length, self.layout.sources.get(field)
+        if limit is None:
+            field = settings.max_length_field
+            limit, file = settings.max_length or sys.maxsize, settings.file_of(field)
+            if limit > config.max_position_embeddings:
+                field, file = "max_position_embeddings", settings.folder / "config.json"
+                limit = config.max_position_embeddings
+        limit = self.fitted(limit, config)
+        self.check_room(tokenizer, limit, file, field, owner, is_pair=is_pair)
+        return limit
+
+    def check_room(
+        self, tokenizer: "Tokenizer", length: int, file: Path | None, field: str, owner: str, *, is_pair: bool = False
+    ) -> None:  # fmt: skip
+        """Raises a CheckpointError if a length, a field of a file, leaves no room for a token."""
+        try:
+            tokenizer_files.check_room(tokenizer, length, is_pair=is_pair, owner=owner, argument=field)
+        except ValueError as error:
+            of_tokenizer = isinstance(error, CheckpointError) or file is None
+            raise CheckpointError(f"{self.folder if of_tokenizer else file}: {error}") from error
 
     def fitted(self, limit: int, config: BertConfig) -> int:
         """Returns a limit of the files, or the most that the model takes if that is less, with a log line."""
@@ -233,11 +255,14 @@ class TextEncoder:
         )  # fmt: skip
         own = parts(layout)
         config = own["model"].config
-        if max_seq_length is None:
-            max_seq_length = files.limit(config)
         may_pad_left = layout.query_expansion is None and not config.positions_count_padding
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
         tokenizer_files.keep_whole(tokenizer, layout.markers)
+        if max_seq_length is None:
+            max_seq_length = files.limit(config, tokenizer, cls.__name__)
+        for task, length in layout.task_lengths.items():
+            field = f"{task}_length"
+            files.check_room(tokenizer, length, layout.sources.get(field), field, cls.__name__)
         try:
             encoder = cls(
                 tokenizer=tokenizer,
@@ -249,8 +274,6 @@ class TextEncoder:
                 packed=packed,
                 **own,
             )
-            for task, length in layout.task_lengths.items():
-                tokenizer_files.check_room(tokenizer, length, owner=cls.__name__, argument=f"{task}_length")
             encoder._task_lengths = {task: files.fitted(n, config) for task, n in layout.task_lengths.items()}
             encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         except ValueError as error:

@@ -107,6 +107,10 @@ class Settings:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file, file = folder, folder / "tokenizer_config.json", folder / "config.json"
         self.values = values = read_settings(self.file)
+        of_file = values.get(
+            "tokenizer_class"
+        )  # transformers chooses the class before it reads special_tokens_map.json
+        self._of_map: set[str] = set()  # names of the fields that special_tokens_map.json has
         refused = [(self.file, name) for name in REFUSED]
         for source, name in refused + [(folder / other, "processor_class") for other in PROCESSORS]:
             if value := read_settings(source).get(name):
@@ -122,10 +126,11 @@ class Settings:
                 earlier = values.get(name) if name == "extra_special_tokens" else None
                 both = isinstance(earlier, list) and isinstance(value, list)
                 values[name] = earlier + value if both else value
-        self.source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
-        if values.get("tokenizer_class") == "":  # in transformers the name of no class, not the default
+                self._of_map.add(name)
+        self.source, config = self.file if of_file else file, read_settings(file)
+        if of_file == "":  # in transformers the name of no class, not the default
             raise CheckpointError(f"{self.file}: tokenizer_class must be a name, got ''")
-        named = values.get("tokenizer_class") or config.get("tokenizer_class")
+        named = of_file or config.get("tokenizer_class")
         if config.get("model_type") in _IGNORES_CLASS:
             named = "TokenizersBackend"
         self.name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
@@ -133,33 +138,46 @@ class Settings:
         size = config.get("vocab_size")
         self.vocab_size = size if isinstance(size, int) else sys.maxsize
 
+    def file_of(self, name: str) -> Path:
+        """Returns the file that has a field."""
+        return self.folder / "special_tokens_map.json" if name in self._of_map else self.file
+
+    def _error(self, name: str, problem: str, value: Any) -> CheckpointError:
+        return CheckpointError(f"{self.file_of(name)}: {name} {problem}, got {value!r:.80}")
+
     def option(self, name: str, default: bool | None) -> Any:
         """Returns a setting that is true, false or null."""
         value = self.values.get(name)
         if not isinstance(value, bool | None):
-            raise CheckpointError(f"{self.file}: {name} must be true, false or null, got {value!r:.80}")
+            raise self._error(name, "must be true, false or null", value)
         return default if value is None else value
 
     def side(self, name: str, saved: dict[str, Any] | None) -> str:
         """Returns a setting that is left or right; its default is the direction in tokenizer.json."""
         side = self.values.get(name) or (saved or {}).get("direction", "right")
         if side not in ("left", "right"):
-            raise CheckpointError(f"{self.file}: {name} must be left or right, got {side!r:.80}")
+            raise self._error(name, "must be left or right", side)
         return side
 
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a text; None if there is no limit."""
-        return check_length(self.file, self.values.get("model_max_length", self.values.get("max_len")))
+        name = self.max_length_field
+        return check_length(self.file_of(name), name, self.values.get(name))
+
+    @property
+    def max_length_field(self) -> str:
+        """Name of the field that has `max_length`."""
+        return "model_max_length" if "model_max_length" in self.values else "max_len"
 
     @property
     def token_types(self) -> bool:
         """True if the model gets the token type ids of the tokenizer."""
         names = self.values.get("model_input_names")
         if not isinstance(names, list | None):
-            raise CheckpointError(f"{self.file}: model_input_names must be a list, got {names!r:.80}")
+            raise self._error("model_input_names", "must be a list", names)
         if names is not None and "attention_mask" not in names:  # sentence-transformers then attends to padding
-            raise CheckpointError(f"{self.file}: model_input_names must have 'attention_mask', got {names!r:.80}")
+            raise self._error("model_input_names", "must have 'attention_mask'", names)
         return self.kind.token_types if names is None else "token_type_ids" in names
 
     def named_tokens(self) -> "dict[str, AddedToken]":
@@ -168,11 +186,11 @@ class Settings:
         given = {name: token for name, token in self.values.items() if name.endswith("_token")}
         specific = self.values.get("model_specific_special_tokens") or {}
         if not isinstance(specific, dict):
-            raise CheckpointError(
-                f"{self.file}: model_specific_special_tokens must map names to tokens, got {specific!r:.80}"
-            )
+            raise self._error("model_specific_special_tokens", "must map names to tokens", specific)
         extra = extra if isinstance(extra, dict) else {}
         tokens = dict.fromkeys(_NAMES) | self.kind.named | given | specific | extra
+        if wrong := [name for name in _NAMES if not isinstance(tokens[name], str | dict | None)]:
+            raise self._error(wrong[0], "must be a token or null", tokens[wrong[0]])
         mask = tokens["mask_token"]
         if self.kind.strips_mask and isinstance(mask, str):
             tokens["mask_token"] = {"content": mask, "lstrip": True, "special": True}
@@ -183,21 +201,22 @@ class Settings:
         """Returns the text of a special token that the tokenizer's class needs."""
         token = self.named_tokens().get(name)
         if token is None or not token.content:
-            raise CheckpointError(f"{self.file}: {name} must be a token, got {self.values.get(name)!r:.80}")
+            raise self._error(name, "must be a token", self.values.get(name))
         return token.content
 
     def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
         """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
         is_list = extra is not None and not isinstance(extra, dict)  # an object has names, see `named_tokens`
-        extra = extra if is_list else self.values.get("additional_special_tokens", self.kind.extra)
-        extra = [self._added("extra_special_tokens", x) for x in extra] if isinstance(extra, list | tuple) else []
+        field = "extra_special_tokens" if is_list else "additional_special_tokens"
+        extra = extra if is_list else self.values.get(field, self.kind.extra)
+        if not isinstance(extra, list | tuple | None):
+            raise self._error(field, "must be a list of tokens", extra)
+        extra = [self._added(field, token) for token in extra or ()]
         if "added_tokens_decoder" in self.values:
             decoder = self.values["added_tokens_decoder"]
             if not isinstance(decoder, dict) or not all(name.isdecimal() and len(name) < 20 for name in decoder):
-                raise CheckpointError(
-                    f"{self.file}: added_tokens_decoder must map token ids to tokens, got {decoder!r:.80}"
-                )
+                raise self._error("added_tokens_decoder", "must map token ids to tokens", decoder)
             by_id = {int(number): self._added("added_tokens_decoder", token) for number, token in decoder.items()}
         else:
             file = self.folder / "added_tokens.json"
@@ -240,7 +259,8 @@ class Settings:
             return added
         except (AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"{self.file}: a token of {name} must be a text or an object with content and flags, got {token!r:.80}"
+                f"{self.file_of(name)}: a token of {name} must be a text or an object with content and flags, got"
+                f" {token!r:.80}"
             ) from error
 
 
@@ -270,9 +290,10 @@ def load(settings: Settings, do_lower_case: bool = False, *, may_pad_left: bool 
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
     # Checked only: no text is padded in the tokenizer.
     if settings.side("padding_side", saved and saved.padding) == "left" and not may_pad_left:
+        source = settings.file_of("padding_side") if settings.values.get("padding_side") else file
         raise CheckpointError(
-            f"{settings.file if settings.values.get('padding_side') else file}: padding_side 'left' is not supported:"
-            " the numbers of a text would depend on the longest text of its batch"
+            f"{source}: padding_side 'left' is not supported: the numbers of a text would depend on the longest text of"
+            " its batch"
         )
     side = settings.side("truncation_side", saved and saved.truncation)
     if side != (tokenizer.truncation or {}).get("direction", "right"):
@@ -463,7 +484,7 @@ def _set_up_unigram(
     elif rules == "deberta":
         unknown = entries.index([token, 0]) if [token, 0] in entries else settings.values.get("unk_id", 1)
     if not checks.is_natural(unknown):
-        raise CheckpointError(f"{settings.file}: unk_id must be the id of a token, got {unknown!r:.80}")
+        raise CheckpointError(f"{settings.file_of('unk_id')}: unk_id must be the id of a token, got {unknown!r:.80}")
     if unknown != model.get("unk_id") or model.get("byte_fallback"):
         tokenizer.model = models.Unigram([(text, score) for text, score in entries], unknown, False)
 
@@ -620,11 +641,11 @@ def _check_ids(tokens: dict[int, str], vocab_size: int, owner: str) -> None:
         )
 
 
-def check_length(file: Path, value: Any) -> int | None:
-    """Checks a maximum length from a settings file. Huge ones ("no limit") become `sys.maxsize`."""
+def check_length(file: Path, name: str, value: Any) -> int | None:
+    """Checks the field `name` of a settings file, a maximum length. Huge ones ("no limit") become `sys.maxsize`."""
     if value is None:
         return None
     is_integer = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if not is_integer or value < 1:
-        raise CheckpointError(f"{file}: the maximum length must be an integer of at least 1, got {value!r:.80}")
+        raise CheckpointError(f"{file}: {name} must be an integer of at least 1, got {value!r:.80}")
     return int(min(value, sys.maxsize))
