@@ -397,9 +397,3 @@ def test_concurrent_writers_do_not_mix_their_files(tmp_path):
     write(tmp_path / "c")
     assert unfinished(tmp_path) == []
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
-
-
-def test_error_names_one_file(tmp_path):
-    with pytest.raises(OSError, match=r"^\[Errno 28\] cannot write a: No space left on device$"):
-        with atomic.writing("folder"), atomic.writing("a"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

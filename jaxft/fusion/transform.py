@@ -117,7 +117,7 @@ def fuse(
     if isinstance(fn, Fused):
         numbers, names = numbers | fn._numbers, names | fn._names
         if fn._options == options:
-            fn, strict = fn._fn, strict or fn._strict
+            strict, fn = strict or fn._strict, fn._fn
     return Fused(fn, options, bool(strict), numbers, names)
 
 
