@@ -3,12 +3,6 @@
 python examples/custom_modules.py
 """
 
-if __name__ == "__main__":  # before the other imports, which take seconds
-    from jaxft import atomic
-
-    atomic.end_at_signals(lambda number: "interrupted")
-
-# ruff: noqa: E402
 from collections.abc import Callable
 from typing import Any
 

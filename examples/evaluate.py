@@ -8,12 +8,6 @@ first paragraph of a docstring, its document is the start of the rest. Exit code
 to four digits.
 """
 
-if __name__ == "__main__":  # before the other imports, which take seconds
-    from jaxft import atomic
-
-    atomic.end_at_signals(lambda number: "interrupted")
-
-# ruff: noqa: E402
 import argparse
 from typing import Any
 

@@ -5,12 +5,6 @@ replaced, takes the same steps with and without it, and prints losses and times.
 it is not faster.
 """
 
-if __name__ == "__main__":  # before the other imports, which take seconds
-    from jaxft import atomic
-
-    atomic.end_at_signals(lambda number: "interrupted")
-
-# ruff: noqa: E402
 import argparse
 import time
 from collections.abc import Callable, Sequence
