@@ -227,6 +227,8 @@ class BertConfig:
             if config.get(option)
         ]
         own, more = dialects.read(model_type, config, values)
+        if "sliding_attention" not in str(own.get("layer_types")):  # then no layer needs it
+            null = [name for name in null if name != "local_attention"]
         more += [f"{layout.config_names.get(name, name)} must not be null" for name in null if name not in own]
         if problems := problems + more + _problems(values | own):
             raise ValueError("BertConfig: " + "; ".join(problems))
