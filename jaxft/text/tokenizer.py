@@ -107,9 +107,7 @@ class Settings:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file, file = folder, folder / "tokenizer_config.json", folder / "config.json"
         self.values = values = read_settings(self.file)
-        of_file = values.get(
-            "tokenizer_class"
-        )  # transformers chooses the class before it reads special_tokens_map.json
+        of_file = values.get("tokenizer_class")  # not of special_tokens_map.json, which transformers reads later
         self._of_map: set[str] = set()  # names of the fields that special_tokens_map.json has
         refused = [(self.file, name) for name in REFUSED]
         for source, name in refused + [(folder / other, "processor_class") for other in PROCESSORS]:
