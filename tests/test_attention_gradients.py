@@ -1,5 +1,7 @@
 """All options of attention at once, forward and backward: random cases with blocks smaller than the sequences."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -136,8 +138,11 @@ def test_keys_outside_of_all_windows_reach_no_gradient(block, blocks):
     check_padding_of(MASKS["window"], pairs("window", 20, 50))
 
 
-@pytest.mark.parametrize("length", [40, *slow(16)])
-@pytest.mark.parametrize("name", ["causal", "queries", *slow("keys", "holes")])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("causal", 40), ("queries", 40), ("queries", 16),
+     *slow_cases(("causal", 16), *itertools.product(("keys", "holes"), (16, 40)))],
+)  # fmt: skip
 def test_padding_in_one_block_reaches_no_gradient(name, length, blocks):
     """Queries without keys are visited, but a half of a block without any pair is skipped."""
     lengths = np.array([0, length, 9, 32, 33], np.int32).clip(max=length)
@@ -247,7 +252,7 @@ CHECKED = {
 }
 
 
-SOME_CHECKED = ("plain", "columns")
+SOME_CHECKED = ("plain", "columns", "varlen beyond")
 
 
 @pytest.mark.parametrize(
@@ -276,9 +281,10 @@ def check_writes(name, key_config, monkeypatch):
     rng = np.random.default_rng(0)
     if name.startswith("packed"):
         (query,) = normal(rng, jnp.bfloat16, qkv=(2, 21, 3, 1, 5)).values()
-    elif name == "varlen":
+    elif name.startswith("varlen"):
         (query,) = normal(rng, jnp.bfloat16, qkv=(50, 3, 1, 5)).values()
-        rules, options = Rules(cu_seqlens=jnp.array([0, 3, 3, 24])), Options(0.3, max_seqlen=21)
+        offsets = [-9, 3, 40, 61] if name == "varlen beyond" else [0, 3, 3, 24]
+        rules, options = Rules(cu_seqlens=jnp.array(offsets)), Options(0.3, max_seqlen=21)
     else:
         query, key, value = normal(rng, jnp.float32, q=(2, 21, 2, 5), k=(2, 19, 1, 5), v=(2, 19, 1, 5)).values()
     config = AttentionConfig(16, 16, 4, 1)

@@ -11,7 +11,7 @@ import peer_models
 import tiny
 from cases import pytest_on
 from jaxft import dispatch
-from jaxft.text import batching, devices
+from jaxft.text import batching, devices, programs
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -144,10 +144,13 @@ def test_devices_of_one_call_are_of_one_kind(monkeypatch):
 
 
 @several
-def test_committed_parameters_stay(folder, used, monkeypatch):
+@pytest.mark.parametrize("count", [1, 1000])
+def test_committed_parameters_stay(count, folder, used, monkeypatch):
     monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices())
     encoder = SentenceEncoder.from_pretrained(folder)
-    encoder.embedder = jax.device_put(encoder.embedder, jax.devices()[2])
+    leaves, structure = jax.tree.flatten(encoder.embedder)
+    leaves[:count] = jax.device_put(leaves[:count], jax.devices()[2])
+    encoder.embedder = jax.tree.unflatten(structure, leaves)
     encoder.encode(TEXTS[:40], batch_size=4)
     assert {*used} == {jax.devices()[2]}
 
@@ -192,6 +195,23 @@ def test_shapes_are_compiled_once_for_each_device(encoder):
         encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
         encoder._dealer.wait()
     assert one < len(compiled) <= 2 * one + 2
+
+
+def test_program_without_memory_is_compiled_again_in_the_next_call(encoder, monkeypatch):
+    def fail(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for the program")
+
+    def count(*arguments):
+        compiled.append(arguments)
+        return real(*arguments)
+
+    real, compiled, counts = programs.compile, [], []
+    for compile_ in (fail, count, count):
+        monkeypatch.setattr(programs, "compile", compile_)
+        encoder.encode(TEXTS[:4])
+        encoder._dealer.wait()
+        counts.append(len(compiled))
+    assert counts == [0, 1, 1]
 
 
 @several

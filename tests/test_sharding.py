@@ -98,7 +98,8 @@ def ops() -> dict[str, Case]:
         ),
         "bias_residual_layer_norm": Case(
             lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout()),
-            {"x": x, "bias": floats(W), "residual": x, **norm()}, {"x": data, "residual": data}, ((W,), (W,), (W,)),
+            {"x": x.reshape(B, 3, 2, W), "bias": floats(W), "residual": x.reshape(B, 3, 2, W), **norm()},
+            {"x": data, "residual": data}, ((W,), (W,), (W,)),
         ),
         "rms_norm": Case(jaxft.rms_norm, {"x": x, "gamma": floats(W)}, {"x": data}, ((W,),)),
         "embeddings_layer_norm": Case(
