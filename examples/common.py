@@ -15,6 +15,7 @@ import shutil
 import statistics
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -636,7 +637,10 @@ def run(main: Callable[[], int]) -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell, as in `python finetune.py >&-`
             setattr(sys, name, open(os.devnull, "w"))
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs errors that it raises as well
+    # orbax and asyncio report errors that orbax raises as well.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     sys.unraisablehook = _report_unraisable
     restore = atomic.end_at_signals(_message)
     try:

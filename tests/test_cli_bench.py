@@ -133,10 +133,10 @@ def test_failing_case_loses_no_other(error, model, tmp_path, monkeypatch, capsys
     dispatch.platform() != "cpu", reason="a GPU's call fails itself, as in the test above, not the array that it gave"
 )
 def test_case_without_memory_is_reported(model, tmp_path, capsys):
-    arguments = ["--batch", "1", str(10**12), "--length", "8", "--dtype", "float32", "-o", "out.json"]
+    arguments = ["--batch", "1", str(2**31 - 1), "--length", "8", "--dtype", "float32", "-o", "out.json"]
     assert cli.main(["bench", "--model", model, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert "error: 1000000000000x8: " in err.splitlines()[-1] and "memory" in err.splitlines()[-1]
+    assert "error: 2147483647x8: " in err.splitlines()[-1] and "memory" in err.splitlines()[-1]
     assert [line.split()[0] for line in out.splitlines()[3:]] == ["1"]
     assert [case["batch"] for case in json.loads((tmp_path / "out.json").read_text())["results"]] == [1]
 

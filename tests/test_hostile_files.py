@@ -87,7 +87,7 @@ POST_PROCESSORS = [
     (template(("A", 0), ("[SEP]", 1), **{"[SEP]": [3]}), "type ids up to 1; supported are those below 1"),
     (template(*[("A", 0)] * 50), "must keep each text, once"),
     (template(("[SEP]", 0), **{"[SEP]": [3]}), "must keep each text, once"),
-    (template(("X", 0), ("A", 0), X=[2] * 100), "max_seq_length must be above 100"),
+    (template(("X", 0), ("A", 0), X=[2] * 100), "max_position_embeddings must be above 100"),
     (template(("A", 0), ("X", 0)), "no entry found for key"),  # a panic
 ]  # fmt: skip
 

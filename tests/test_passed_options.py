@@ -102,7 +102,13 @@ def test_options_of_similar_reach_both_sides(model, calls, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--prompt", "a ", "--precision", "int8"], [{"prompt": "a ", "precision": "int8"}]),
+        (
+            ["--prompt", "a ", "--precision", "int8"],
+            [
+                {"prompt": "a ", "precision": "int8"},
+                {"prompt": "a ", "precision": "int8", "ranges": [[0] * tiny.WIDTH] * 2},
+            ],
+        ),
         (["--prompt-name", "b", "--normalize"], [{"prompt_name": "b", "normalize_embeddings": True}]),
         (
             ["--for", "similar", "--prompt", "a "],

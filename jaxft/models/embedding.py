@@ -127,16 +127,16 @@ class Dropout(nnx.Module):
     """Dropout in training, the module Dropout of sentence-transformers.
 
     Args:
-      rate: probability that an element is dropped.
+      dropout: probability that an element is dropped.
 
     Raises:
-      ValueError: `rate` is not a number from 0 to 1.
+      ValueError: `dropout` is not a number from 0 to 1.
     """
 
-    def __init__(self, rate: float = 0.2) -> None:
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            raise ValueError(f"Dropout: rate must be a number from 0 to 1, got {rate!r:.80}")
-        self.rate = float(rate)
+    def __init__(self, dropout: float = 0.2) -> None:
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"Dropout: dropout must be a number from 0 to 1, got {dropout!r:.80}")
+        self.rate = float(dropout)
 
     def __call__(self, x: Array, dropout_rng: Array | None = None) -> Array:
         """Drops elements of `x` if there is a random key."""

@@ -465,8 +465,7 @@ def _read_module(kind: str, folder: Path, default: str = _SENTENCE) -> tuple[Mod
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        field = "dropout: " if kind == "Dropout" else ""  # `Dense` and `LayerNorm` have the names of the fields
-        raise CheckpointError(f"{file}: {field}{error}") from error
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _read_dense(folder: Path, config: dict[str, Any]) -> Dense:
