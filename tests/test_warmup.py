@@ -249,7 +249,6 @@ def test_command_finds_the_programs_of_warmup(folder, tmp_path):
 @pytest.mark.parametrize("output", ["folder/", "file.npy"])
 def test_quantized_output_needs_no_program_after_warmup(folder, tmp_path, output, compiled, monkeypatch):
     """A folder gets int8 ranges from its first texts, a file from all texts."""
-    pytest.importorskip("pyarrow")
     monkeypatch.delenv("JAXFT_COMPILATION_CACHE")
     (file := tmp_path / "texts.txt").write_text("\n".join(TEXTS[:30]) + "\n")
     common = ["--model", str(folder), "--batch-size", "1", "--max-seq-length", "16", "--precision", "int8"]
