@@ -506,7 +506,7 @@ def test_refused_dropout_of_a_module_names_the_field(tmp_path, value):
     fuzz_checkpoints.make(tmp_path, "sentence")
     file = next(tmp_path.glob("*_Dropout")) / "config.json"
     tiny.write_json(file, {"dropout": value})
-    refused(SentenceEncoder.from_pretrained, tmp_path, f"{file}: dropout: ")
+    refused(SentenceEncoder.from_pretrained, tmp_path, f"{file}: Dropout: dropout must be ")
 
 
 @pytest.mark.parametrize(
