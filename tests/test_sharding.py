@@ -729,7 +729,7 @@ def test_mesh_axes_divide_axes_of_an_op(specs, mesh, expected):
 
 
 def test_results_may_have_fewer_axes_than_the_rule_names():
-    """As the log-sum-exp beside the result of attention."""
+    """An example is attention: it also returns the log-sum-exp, which has no axis for the head size."""
     import jax
 
     from jaxft.ops import sharding

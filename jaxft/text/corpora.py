@@ -34,8 +34,9 @@ MANIFEST = "manifest.json"
 _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
 # Most bytes of the embeddings of a chunk in float32. At the end, the devices wait while the last chunk is written.
 _CHUNK_BYTES = 1 << 26
-_QUEUED = 8  # chunks that wait for the threads that write: those of three parts of 100,000 rows of 384 numbers
-
+# Most chunks that wait to be written. A part of 100,000 rows of width 384 has three chunks, so that three parts are
+# written at the same time.
+_QUEUED = 8
 _STEP = 1 << 23  # bytes of a part that are read at once
 
 _log = logging.getLogger("jaxft")
