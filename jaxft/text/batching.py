@@ -258,6 +258,18 @@ class Lane:
                 thread.shutdown(cancel_futures=True)
 
 
+def _on_cpu(x: jax.Array | np.ndarray) -> bool:
+    """Returns whether an array is in the memory of the host."""
+    return not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
+
+
+def _to_numpy(x: jax.Array | np.ndarray) -> np.ndarray:
+    """Waits for an array, and copies it to the host if it is on another device."""
+    # For a result that is not ready, a CPU's thread would take Python's lock afterwards to release the array. If the
+    # process ended in that moment, it would abort (JAX 0.11).
+    return np.asarray(jax.block_until_ready(x) if _on_cpu(x) else x)
+
+
 def _finished(result: Any) -> Future[Any]:
     """Returns a future that has a result."""
     future = Future[Any]()
@@ -480,8 +492,8 @@ class Batcher:
             if isinstance(result, jax.errors.JaxRuntimeError):
                 raise result
             if isinstance(result, tuple):
-                return receive(positions, self._features(texts, *map(np.asarray, result)))
-            return receive(positions, np.asarray(result)[: len(positions)])
+                return receive(positions, self._features(texts, *map(_to_numpy, result)))
+            return receive(positions, _to_numpy(result)[: len(positions)])
 
         is_first = True
         try:
@@ -587,7 +599,7 @@ class Batcher:
             try:
                 result = lane.compute(cut.batch)
                 for leaf in jax.tree.leaves(result):
-                    if isinstance(leaf, jax.Array):
+                    if not _on_cpu(leaf):
                         leaf.copy_to_host_async()
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" in str(error):
