@@ -37,7 +37,7 @@ def _fwd_kernel(
     # Base-2 logits are scaled after their maximum is taken, so the scale must be positive. `compute` applies the sign
     # of the scale to q.
     scale = abs(p.options.scale) or 1.0
-    to_logits = 1.0 if p.natural else scale * parts.LOG2_E
+    factor = parts.to_exponent(p, scale)
 
     def compute(tile, head, batch):
         kv_head = head // p.group
@@ -50,7 +50,7 @@ def _fwd_kernel(
         if p.options.scale <= 0.0:
             q = -q if p.options.scale < 0.0 else jnp.zeros_like(q)
 
-        def visit(j, carry, *, edge, block_k=block_k):
+        def visit(j, carry, *, edge, block_k=block_k, far=False):
             """Adds key block `j` to `carry`: sum of weighted values, sum of weights, greatest logit; None at first."""
             row = jnp.int32(j) * block_k
             columns, in_columns, used = common.positions(row, block_k), None, None
@@ -59,26 +59,24 @@ def _fwd_kernel(
                 in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
             pairs = parts.Pairs(
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
-                None if in_columns is None else in_columns[None, :], start, row,
+                None if in_columns is None else in_columns[None, :], start, row, far,
             )  # fmt: skip
             # Load values before keys. With a single block, a program waits for the keys as soon as it transposes them,
             # and a load of values after that would start late.
             # H100, 16 tokens, 12 heads: 1.7 us (keys first 1.9), 2026-11-24
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
-            logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
-            if p.natural:
-                logits = parts.logits(p, refs, pairs, logits, scale)
+            logits = parts.logits(p, refs, pairs, parts.dot(p, q, k, trans_b=True), scale)  # [block_q, block_k]
             if edge:
                 keep = parts.allowed(p, refs, pairs)
                 logits = jnp.where(keep, logits, -jnp.inf)
                 if p.by_pairs:
                     used = parts.any_of(keep if takes_part is None else keep & takes_part[:, None], axis=0)
-            new_top = jnp.max(logits, axis=1) * to_logits
+            new_top = jnp.max(logits, axis=1) * factor
             if carry is not None:
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-            weights = parts.exponentials(p, common.fma(logits, to_logits, -shift[:, None]))
+            weights = parts.exponentials(p, common.fma(logits, factor, -shift[:, None]))
             if used is not None:  # a NaN in a value that no query attends to must not reach the output
                 v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
@@ -102,7 +100,8 @@ def _fwd_kernel(
                 jnp.full((block_q,), -jnp.inf, jnp.float32),
             )
             leading = p.options.window[0] is not None or refs.query_ids is not None
-            acc, total, top = parts.visit_all(span, block_k, leading, visit, carry)
+            near = parts.near_blocks(p, start, block_q, p.key_length, block_k)
+            acc, total, top = parts.visit_all(span, block_k, leading, visit, carry, near)
         if p.rules.query_lengths is not None:
             total = jnp.where(rows < span.end, total, 0.0)
         empty = total == 0.0

@@ -103,13 +103,15 @@ def _inverse(p: Problem, total: Array) -> Array:
     return parts.reciprocal(p, jnp.where(total == 0.0, 1.0, total))
 
 
-def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
+def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, **kind: bool):
     """Computes the gradient of the logits of a tile of queries and key block `j`. Returns it and the keys."""
-    weights, dp, k = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
+    weights, dp, k = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, **kind)
     return weights * (dp - delta[:, None]), k
 
 
-def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k: int, edge: bool):
+def _probabilities(
+    p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k: int, *, edge: bool, far: bool = False
+):  # fmt: skip
     """Computes the probabilities of a tile of queries and key block `j`. Returns them, their gradient and the keys."""
     row, kv_head = jnp.int32(j) * block_k, rows.head // p.group
     columns, in_columns = common.positions(row, block_k), None
@@ -125,6 +127,7 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         None if in_columns is None else in_columns[None, :],
         rows.start,
         row,
+        far,
     )
     allowed = _allowed(p, refs, pairs, rows.attends[:, None]) if edge else None
     k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
@@ -158,13 +161,14 @@ def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int)
     rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
     row = rows.offset + rows.start
     leading = p.options.window[0] is not None or refs.query_ids is not None
+    near = parts.near_blocks(p, rows.start, block_q, p.key_length, block_k)
     if out_ref is None:
 
-        def add(j, sums, *, edge):
-            weights, dp, _ = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
+        def add(j, sums, **kind):
+            weights, dp, _ = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, **kind)
             return sums[0] + jnp.sum(weights, axis=1), sums[1] + jnp.sum(weights * dp, axis=1)
 
-        total, delta = parts.visit_all(span, block_k, leading, add, (jnp.zeros((block_q,), jnp.float32),) * 2)
+        total, delta = parts.visit_all(span, block_k, leading, add, (jnp.zeros((block_q,), jnp.float32),) * 2, near)
         factor = jnp.where(rows.attends, _inverse(p, total), 1.0)  # padding rows may hold NaN
         delta = delta * factor
         rows = rows._replace(factor=factor)
@@ -177,11 +181,11 @@ def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int)
     delta = jnp.where(rows.attends, delta, 0.0)
     common.store(delta_ref.at[rows.index, head, common.span(row, block_q)], delta, mask=rows.in_rows)
 
-    def visit(j, dq, *, edge):
-        ds, k = _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge)
+    def visit(j, dq, **kind):
+        ds, k = _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, **kind)
         return parts.add(p, dq, parts.dot(p, ds.astype(k.dtype), k))
 
-    dq = parts.visit_all(span, block_k, leading, visit, jnp.zeros((block_q, p.width), jnp.float32))
+    dq = parts.visit_all(span, block_k, leading, visit, jnp.zeros((block_q, p.width), jnp.float32), near)
     dq = jnp.where(rows.attends[:, None], dq * p.options.scale, 0.0)
     parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
 
@@ -254,7 +258,7 @@ def _dkv_tile(
         """Computes the matmul of a tile of queries and a tile of keys, in the layout of the pairs."""
         return parts.dot(p, x, y, trans_b=True) if with_dq else parts.dot(p, y, x, trans_b=True)
 
-    def visit(i, carry, *, edge, head):
+    def visit(i, carry, *, edge, head, far=False):
         dk, dv, *sums = carry
         row = jnp.int32(i) * block_q
         rows, in_rows = common.positions(row, block_q), None
@@ -271,7 +275,7 @@ def _dkv_tile(
         if idle_rows:
             top = jnp.where(attends, top, jnp.inf)
         pairs = Pairs(
-            batch, head, of_queries(rows), of_keys(positions), of_queries(in_rows), of_keys(in_keys), row, start
+            batch, head, of_queries(rows), of_keys(positions), of_queries(in_rows), of_keys(in_keys), row, start, far
         )
         allowed = None
         if edge:
@@ -336,7 +340,8 @@ def _dkv_tile(
             dk, dv, *sums = step(lax.div(query_start, jnp.int32(block_q)), begin, edge=not full)
         else:
             leading = p.options.window[1] is not None or refs.query_ids is not None
-            dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin)
+            near = parts.near_blocks(p, start, block_k, p.query_length, block_q)
+            dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin, near)
         if columns:
             total = _select(in_keys, sums[0])
             common.store(sums_ref.at[batch, head, common.span(start, block_k)], total, mask=stored)
