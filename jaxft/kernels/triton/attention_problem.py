@@ -359,14 +359,9 @@ def visit_all(
         first, last = span.full_start, span.full_stop
         if near is not None:
             first, last = (jnp.clip(j, span.full_start, span.full_stop) for j in near)
-            before = first - span.full_start
-
-            def far(i, carry):
-                j = span.full_start + jnp.int32(i)
-                return full(jnp.where(i < before, j, j + (last - first)), carry, far=True)
-
-            # H200, bf16, 32x512x12x64, R = 128, float32 table: 110 us (all blocks near 119), 2026-11-28
-            carry = lax.fori_loop(0, before + span.full_stop - last, far, carry)
+            far = functools.partial(full, far=True)
+            carry = lax.fori_loop(span.full_start, first, far, carry)
+            carry = lax.fori_loop(last, span.full_stop, far, carry)
         carry = lax.fori_loop(first, last, full, carry)
     if not (isinstance(span.full_stop, int) and span.full_stop == stop):
         carry = lax.fori_loop(span.full_stop, stop, edge, carry)
