@@ -116,7 +116,8 @@ def _call(inputs: Inputs, options: Options, precision: str) -> tuning.Call:
     more = exact or any(x is not None for x in (*inputs[3:6], inputs.dropout_rng))
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     window = None if options.local_window_size is None else sum(options.local_window_size) + 1
-    return tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more, average, window)
+    relative = inputs.relative_bias is not None
+    return tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more, average, window, relative)
 
 
 def _triton_gradient(call: tuning.Call, inputs: Inputs) -> tuple[Any, Any]:

@@ -28,6 +28,7 @@ class Call(NamedTuple):
     more: bool = False
     average: int | None = None
     window: int | None = None  # the most keys that a query attends to, where a window says so
+    relative: bool = False  # whether there is a table of relative biases
 
     @property
     def is_narrow(self) -> bool:
@@ -56,6 +57,9 @@ def attention(call: Call) -> AttentionConfig:
         one_block = 64 < call.key_length <= 128 and call.itemsize == 2 and call.average is None
         one_block = one_block and call.device.shared_memory >= LARGE
         choices = ((128, 128, 8, 2) if one_block else (64, 64, 4, 2), *choices[1:])
+    elif call.relative:
+        # H200, bf16, 32x512, 12 heads of 64, float32 table: 111 us (three stages 134), 2026-11-28
+        choices = ((64, 64, 4, 2), *choices[1:])
     return _attention("attention", choices, call)
 
 
@@ -64,6 +68,9 @@ def attention_dq(call: Call) -> AttentionConfig:
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
     if call.is_short:
         choices = ((32, 32, 1, 2), *choices[1:])
+    elif call.relative:
+        # H200, bf16, 32x128, 12 heads of 64, float32 table: 25.9 us (three stages 29.6), 2026-11-28
+        choices = ((64, 64, 4, 2), *choices[1:])
     if call.device.shared_memory < LARGE:  # with a mask and few keys, the blocks above take up to 160 KiB
         medium = (64, 32, 4, 2) if call.key_length <= 128 else choices[1]
         choices = (choices[0], medium, choices[3] if call.itemsize == 2 else choices[2], (16, 16, 4, 1))
@@ -81,6 +88,10 @@ def attention_dkv(call: Call, bias_of_pairs: bool = False) -> AttentionConfig:
     alone = 64 < call.key_length <= 128 and call.query_length <= 4 * 128 and not bias_of_pairs
     if call.is_short and call.key_length > 64:
         choices = ((32, 32, 2, 2), *choices[1:])
+    elif call.relative:
+        # H200, bf16, 32x512, 12 heads of 64, float32 table: 224 us (three stages 271), 2026-11-28
+        # H200, bf16, 32x128, 12 heads of 64, whole gradient: 71 us (one kernel in 128x128 blocks 79), 2026-11-28
+        choices = ((64, 64, 4, 1), *choices[1:])
     elif alone and call.itemsize == 2 and call.device.shared_memory >= LARGEST:
         if call.average is None:
             choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
@@ -100,7 +111,7 @@ def _attention(
 
     `choices` are for heads of up to 128, 256, 512 and more bytes. If not `tuned`, the tables are not looked up.
     """
-    batch_heads, query_length, key_length, head_size, itemsize, device, more, average, window = call
+    batch_heads, query_length, key_length, head_size, itemsize, device, more, average, window, relative = call
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and device.shared_memory < LARGE:
         nbytes *= 2  # for full float32 matmuls: with a mask and a head size of 64, blocks of 64 take 117 KiB
@@ -114,6 +125,8 @@ def _attention(
         sizes["average"] = average
     if op == "attention" and window is not None and call.is_narrow:
         sizes["window"] = window  # shipped entries are for calls without a window
+    if relative:
+        sizes["relative"] = 1  # nor are they for calls with a table
     # H200, 512 sequences of 32 tokens: 33 us (four warps 35), 2026-11-23
     # See docs/performance-notes.md, "Attention blocks for short packed sequences".
     if (block_q, block_k) == (32, 32) != (given_q, given_k) and nbytes <= 128:
