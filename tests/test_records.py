@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -199,3 +200,57 @@ def test_items_of_a_dictionary_are_shared_if_few_are_used(rows):
     found = records._strings(array)
     assert found == array.to_pylist()
     assert (found[-1] is found[-2]) == (len(rows) == 8)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of up to eight rows and about a hundred bytes."""
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 100)
+
+
+# Texts of a row group that are short or long, and that many rows share or not. Each order takes another way through
+# the reader.
+SHORT, SHARED = [f"t{i}" for i in range(40)], ["x" * 50] * 40
+LONG = [f"{i:050}" for i in range(40)]
+
+
+@pytest.mark.parametrize("rows", [
+    SHORT, SHARED, LONG, SHARED + SHORT, SHORT + SHARED, SHORT + LONG, SHARED + LONG + SHORT, ["a", None] * 20,
+    [None] * 20, [*SHARED, None, *SHORT, None, *LONG],
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("keep", [(), ("n",), ("n", "text")])
+def test_any_row_group_of_parquet_is_read_in_order(rows, kind, keep, small_blocks):
+    table = pa.table({"text": pa.array(rows, pa.string()).cast(kind), "n": [*range(len(rows))]})
+    pq.write_table(table, "a.parquet", dictionary_pagesize_limit=200)
+    found = read("a.parquet", keep=keep)
+    assert [text for _, block in found for text in block.texts] == rows
+    assert [first for first, _ in found] == [block.row for _, block in found]
+    assert [first for first, _ in found] == [*itertools.accumulate((len(b.texts) for _, b in found[:-1]), initial=0)]
+    for name in keep:
+        assert [x for _, block in found for x in block.kept[name].to_pylist()] == table[name].to_pylist()
+
+
+def test_blocks_of_parquet_become_smaller_with_longer_texts(small_blocks):
+    pq.write_table(pa.table({"text": SHORT + LONG}), "a.parquet", use_dictionary=False)
+    sizes = [len(block.texts) for _, block in read("a.parquet")]
+    assert max(sizes) <= 8 and sizes[-1] <= 2 and sum(sizes) == 80
+
+
+def test_row_group_of_parquet_is_not_read_as_a_whole():
+    """100,000 texts of 1,400 characters in one row group: 147 MB in a file of a megabyte."""
+    pq.write_table(pa.table({"text": [f"{'a' * 1400}{i}" for i in range(100_000)]}), "a.parquet", compression="zstd")
+    before, most = pa.total_allocated_bytes(), 0
+    for _, block in records.blocks(records.sources(["a.parquet"]), "text", pa.schema([]), lambda *_: True):
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert len(block.texts) <= 512
+    assert 0 < most < 50 << 20
+
+
+def test_file_with_many_row_groups_is_opened_twice(monkeypatch):
+    pq.write_table(pa.table({"text": SHORT}), "a.parquet", row_group_size=2)
+    opened, real = [], pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda *args, **options: opened.append(1) or real(*args, **options))
+    files = records.sources(["a.parquet"])
+    assert len([*records.blocks(files, "text", pa.schema([]), lambda *_: True)]) == 20 and len(opened) == 2
