@@ -12,6 +12,7 @@ from cases import DTYPES, INTERPRET, ONE_DTYPE, check, in_float64, jit, lower, n
 from compare import assert_matches_oracle
 from jaxft import reference
 from jaxft.dropout import dropout_mask
+from jaxft.kernels.triton import attention_problem
 from jaxft.models import attention_fn
 from jaxft.models.positions import alibi_table, bucket_table
 from jaxft.tuning import attention as tuning
@@ -202,6 +203,70 @@ def test_any_blocks(sizes, reach, monkeypatch):
     for name in ("attention", "attention_dq", "attention_dkv"):
         monkeypatch.setattr(tuning, name, lambda *_: config)
     check_op(floats_of(8, 3, 75, 90, 2, 2, 8, reach, 2), implementations=("triton",))
+
+
+FAR = {
+    "all": {},
+    "window": {"local_window_size": (60, 45)},
+    "narrow": {"local_window_size": (5, 70)},
+    "segments": {"query_segment_ids": IDS, "key_value_segment_ids": IDS},
+    "key_mask": {"mask": np.arange(70)[None, None, None] < lengths(70, 55)[:, None, None, None]},
+    "lengths": {"query_seq_lengths": lengths(70, 41), "key_value_seq_lengths": lengths(52, 70)},
+}
+
+
+@pytest.mark.parametrize("name", ["window", "lengths", *slow("all", "narrow", "segments", "key_mask")])
+@pytest.mark.parametrize("heads", [2, *slow(1)])
+def test_blocks_beyond_the_table_have_one_bias(name, heads, monkeypatch):
+    """A tile has blocks beyond both ends of the table, near ones, and blocks that need masks."""
+    seen = []
+
+    def near_blocks(*args):
+        seen.append(real(*args))
+        return seen[-1]
+
+    real = attention_problem.near_blocks
+    monkeypatch.setattr(attention_problem, "near_blocks", near_blocks)
+    for kernel in ("attention", "attention_dq", "attention_dkv"):
+        monkeypatch.setattr(tuning, kernel, lambda *_: AttentionConfig(16, 16, 4, 1))
+    check_op(floats_of(15, 2, 70, 0, 2, 2, 8, 3, heads), ("triton",), return_residual=True, **FAR[name])
+    assert seen and None not in seen
+
+
+def test_no_block_is_beyond_a_long_table(monkeypatch):
+    """The kernels then have no loop for such blocks."""
+    found = []
+    real = attention_problem.near_blocks
+    monkeypatch.setattr(attention_problem, "near_blocks", lambda *args: found.append(real(*args)) or found[-1])
+    for reach, block in ((7, 64), (6, 64)):
+        lower(lambda f: jaxft.qkv_attention(**f, implementation="triton"), floats_of(0, 1, 70, 0, 1, 1, 64, reach, 1))
+        is_none = reach + block > 70
+        assert found and all((near is None) == is_none for near in found)
+        found.clear()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(jnp.float32)])
+@pytest.mark.parametrize("ends", [
+    (-np.inf, 2.0), (np.finfo(np.float32).min, 0.0), (np.finfo(np.float32).min, np.finfo(np.float32).min), (3e38, 0.0),
+    (3e38, -3e38), (-np.inf, 3e38),
+])  # fmt: skip
+def test_largest_biases(ends, dtype):
+    """Numbers that would overflow to base 2 exclude keys, or take all of the weight, as in plain jnp."""
+    floats = floats_of(16, 1, 70, 0, 2, 2, 16, 3, 2, dtype)
+    table = np.array(floats["relative_bias"])
+    table[:, :2], table[:, 5:] = ends
+    floats["relative_bias"] = jnp.asarray(table)
+    dout = normal(np.random.default_rng(1), dtype, dout=(1, 70, 2, 16))["dout"]
+
+    def results(name):
+        run = value_and_gradients(lambda **f: jaxft.qkv_attention(**f, implementation=name))
+        return jax.tree.leaves(run(floats, dout))
+
+    found, plain = results("triton"), results("xla")
+    for x, y in zip(found, plain, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), atol=0.06 if dtype == jnp.bfloat16 else 2e-3
+        )
 
 
 def test_reruns_are_bitwise_equal():

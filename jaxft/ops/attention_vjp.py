@@ -289,7 +289,8 @@ def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
     result: Any = out
     if residual:
         top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
-        natural = attention_problem.natural_logits(inputs.query.dtype, inputs.bias, plan.kernel_precision)
+        any_bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
+        natural = attention_problem.natural_logits(inputs.query.dtype, any_bias, plan.kernel_precision)
         result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 

@@ -37,7 +37,7 @@ def _fwd_kernel(
     # Base-2 logits are scaled after their maximum is taken, so the scale must be positive. `compute` applies the sign
     # of the scale to q.
     scale = abs(p.options.scale) or 1.0
-    factor = parts.to_exponent(p, scale)
+    to_logits = 1.0 if p.natural else scale * parts.LOG2_E
 
     def compute(tile, head, batch):
         kv_head = head // p.group
@@ -66,17 +66,19 @@ def _fwd_kernel(
             # H100, 16 tokens, 12 heads: 1.7 us (keys first 1.9), 2026-11-24
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
-            logits = parts.logits(p, refs, pairs, parts.dot(p, q, k, trans_b=True), scale)  # [block_q, block_k]
+            logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
+            if p.natural:
+                logits = parts.logits(p, refs, pairs, logits, scale)
             if edge:
                 keep = parts.allowed(p, refs, pairs)
                 logits = jnp.where(keep, logits, -jnp.inf)
                 if p.by_pairs:
                     used = parts.any_of(keep if takes_part is None else keep & takes_part[:, None], axis=0)
-            new_top = jnp.max(logits, axis=1) * factor
+            new_top = jnp.max(logits, axis=1) * to_logits
             if carry is not None:
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-            weights = parts.exponentials(p, common.fma(logits, factor, -shift[:, None]))
+            weights = parts.exponentials(p, common.fma(logits, to_logits, -shift[:, None]))
             if used is not None:  # a NaN in a value that no query attends to must not reach the output
                 v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)

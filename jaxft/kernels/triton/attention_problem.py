@@ -25,7 +25,6 @@ MAX_HEAD_SIZE = 256
 _ALIGNED = 16  # the smallest block
 LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.925963033500e-8  # log2(e) minus the nearest float32
-_GREATEST_BIAS = 1e38  # finite biases of a table are limited to this, so that they do not overflow to base 2
 
 
 def bias_of_pairs(bias: Array | None) -> bool:
@@ -69,10 +68,7 @@ def _in_full(dtype: Any, precision: str) -> bool:
 
 
 def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
-    """Returns whether logits are natural: base-2 ones would overflow with a bias and lose digits in full precision.
-
-    `bias` is not a table of relative biases, whose values `strip` limits.
-    """
+    """Returns whether logits are natural: base-2 ones would overflow with a bias and lose digits in full precision."""
     return bias is not None or _in_full(dtype, precision)
 
 
@@ -152,8 +148,7 @@ class Problem:
     @property
     def natural(self) -> bool:
         """Returns whether logits are natural rather than base 2, see `natural_logits`."""
-        bias = None if self.options.relative else self.rules.bias
-        return natural_logits(self.query.dtype, bias, self.options.precision)
+        return natural_logits(self.query.dtype, self.rules.bias, self.options.precision)
 
     @property
     def kept_scale(self) -> float:
@@ -224,7 +219,6 @@ def strip(table: Array, block: int) -> Array:
     reach = table.shape[3] // 2
     farthest = pl.cdiv(reach + block - 1, _ALIGNED) * _ALIGNED
     offset = jnp.arange(2 * farthest + block)[None] - farthest - jnp.arange(block)[:, None]
-    table = jnp.where(jnp.isinf(table), table, jnp.clip(table, -_GREATEST_BIAS, _GREATEST_BIAS))
     return table[:, :, 0][:, :, jnp.clip(offset, -reach, reach) + reach]
 
 
@@ -475,34 +469,19 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def to_exponent(p: Problem, scale: float) -> float:
-    """Returns the factor that makes exponents, natural if `p.natural` and base 2 otherwise, of the result of `logits`.
-
-    A maximum of logits is taken before the factor, and one fused multiply-add applies the factor and subtracts the
-    maximum.
-    """
-    if p.natural:
-        return 1.0
-    return LOG2_E if p.rules.bias is not None else scale * LOG2_E
-
-
 def logits(p: Problem, refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """Computes logits: the dot products of queries and keys times `scale`, plus the bias.
-
-    The products are not scaled if `to_exponent` does that.
-    """
+    """Computes natural logits: the dot products of queries and keys times `scale`, plus the bias."""
     if refs.bias is None:
-        return products * scale if p.natural else products
+        return products * scale
     bias = pairs.load_relative(refs.bias) if p.options.relative else pairs.load(refs.bias)
     return common.fma(products, scale, bias.astype(jnp.float32))
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
     """Computes the probabilities again. `total` is None if `top` is the log-sum-exp or the caller normalises."""
-    found = logits(p, refs, pairs, products, p.options.scale)
     if p.natural:
-        return exponentials(p, found - top, total)
-    exponent = common.fma(found, to_exponent(p, p.options.scale), -top)
+        return exponentials(p, logits(p, refs, pairs, products, p.options.scale) - top, total)
+    exponent = common.fma(products, p.options.scale * LOG2_E, -top)
     return common.exp2(exponent if total is None else exponent - total)
 
 
