@@ -223,7 +223,7 @@ LONG = [f"{i:050}" for i in range(40)]
 @pytest.mark.parametrize("keep", [(), ("n",), ("n", "text")])
 def test_any_row_group_of_parquet_is_read_in_order(rows, kind, keep, small_blocks):
     table = pa.table({"text": pa.array(rows, pa.string()).cast(kind), "n": [*range(len(rows))]})
-    pq.write_table(table, "a.parquet", dictionary_pagesize_limit=200)
+    pq.write_table(table, "a.parquet", dictionary_pagesize_limit=60, write_batch_size=2, data_page_size=64)
     found = read("a.parquet", keep=keep)
     assert [text for _, block in found for text in block.texts] == rows
     assert [first for first, _ in found] == [block.row for _, block in found]
@@ -233,9 +233,9 @@ def test_any_row_group_of_parquet_is_read_in_order(rows, kind, keep, small_block
 
 
 def test_blocks_of_parquet_become_smaller_with_longer_texts(small_blocks):
-    pq.write_table(pa.table({"text": SHORT + LONG}), "a.parquet", use_dictionary=False)
+    pq.write_table(pa.table({"text": [*SHORT * 10, *["x" * 300] * 4]}), "a.parquet", use_dictionary=False)
     sizes = [len(block.texts) for _, block in read("a.parquet")]
-    assert max(sizes) <= 8 and sizes[-1] <= 2 and sum(sizes) == 80
+    assert sizes == [8] * 50 + [1] * 4
 
 
 def test_row_group_of_parquet_is_not_read_as_a_whole():
@@ -246,6 +246,17 @@ def test_row_group_of_parquet_is_not_read_as_a_whole():
         most = max(most, pa.total_allocated_bytes() - before)
         assert len(block.texts) <= 512
     assert 0 < most < 50 << 20
+
+
+def test_distinct_texts_of_parquet_are_no_dictionary(monkeypatch):
+    """Long texts, each of one row: a dictionary of them would grow with the row group."""
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 400)
+    pq.write_table(pa.table({"text": [f"{i:0{10 + i % 2 * 90}}" for i in range(200)]}), "a.parquet")
+    kinds = set()
+    real = records._strings
+    monkeypatch.setattr(records, "_strings", lambda array: kinds.add(str(array.type)) or real(array))
+    assert sum(len(block.texts) for _, block in read("a.parquet")) == 200 and kinds == {"string"}
 
 
 def test_file_with_many_row_groups_is_opened_twice(monkeypatch):

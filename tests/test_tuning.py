@@ -90,6 +90,7 @@ def heuristics(device=UNKNOWN):
                     yield attention(tuning_attention.Call(16, *sizes))
                     yield attention(tuning_attention.Call(4096, *sizes, average=max(1, length // 4)))
                     yield attention(tuning_attention.Call(4096, *sizes, window=129))
+                    yield attention(tuning_attention.Call(4096, *sizes, relative=True))
 
 
 @pytest.fixture
@@ -114,6 +115,20 @@ def test_narrow_windows_have_blocks_of_their_own():
         assert blocks(128, 129, hopper) == (128, 128, 8, 2)
         assert blocks(128, 129, hopper, average=100) == (64, 64, 4, 2)
         assert blocks(8192, 4097, hopper) == blocks(8192, None, hopper) != (64, 64, 4, 2)
+
+
+@pytest.mark.parametrize("length", [128, 512, 2048])
+def test_tables_of_relative_biases_have_launch_configurations_of_their_own(length):
+    """The shipped entries are for calls without a table."""
+    for hopper in (H100, H200):
+        call = tuning_attention.Call(384, length, length, 64, 2, hopper, more=True, relative=True)
+        found = [
+            dataclasses.astuple(kernel(call))[:4]
+            for kernel in (tuning_attention.attention, tuning_attention.attention_dq, tuning_attention.attention_dkv)
+        ]
+        assert found == [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)]
+    short = tuning_attention.Call(2, 128, 128, 64, 2, H200, more=True, relative=True)
+    assert tuning_attention.attention(short).block_q == 16
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 - 1, 2**31)])
