@@ -230,6 +230,7 @@ def test_any_row_group_of_parquet_is_read_in_order(rows, kind, keep, small_block
     assert [first for first, _ in found] == [*itertools.accumulate((len(b.texts) for _, b in found[:-1]), initial=0)]
     for name in keep:
         assert [x for _, block in found for x in block.kept[name].to_pylist()] == table[name].to_pylist()
+        assert {block.kept[name].type for _, block in found} == {pq.read_schema("a.parquet").field(name).type}
 
 
 def test_blocks_of_parquet_become_smaller_with_longer_texts(small_blocks):
@@ -257,6 +258,20 @@ def test_distinct_texts_of_parquet_are_no_dictionary(monkeypatch):
     real = records._strings
     monkeypatch.setattr(records, "_strings", lambda array: kinds.add(str(array.type)) or real(array))
     assert sum(len(block.texts) for _, block in read("a.parquet")) == 200 and kinds == {"string"}
+
+
+def test_rest_of_a_row_group_is_no_dictionary(monkeypatch):
+    """From the row on where most rows have texts of their own."""
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 350)
+    rows = ["x" * 100] * 48 + [f"t{i}" for i in range(60)]
+    options = {"dictionary_pagesize_limit": 105, "write_batch_size": 2}
+    pq.write_table(pa.table({"text": rows}), "a.parquet", **options)
+    found = read("a.parquet")
+    assert [text for _, block in found for text in block.texts] == rows
+    sizes = [len(block.texts) for _, block in found]
+    assert sizes[:6] == [8] * 6 and sizes[-2:] == [3, 3]
+    assert [first for first, _ in found] == [0, *itertools.accumulate(sizes[:-1])]
 
 
 def test_file_with_many_row_groups_is_opened_twice(monkeypatch):
