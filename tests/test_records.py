@@ -223,7 +223,7 @@ LONG = [f"{i:050}" for i in range(40)]
 @pytest.mark.parametrize("keep", [(), ("n",), ("n", "text")])
 def test_any_row_group_of_parquet_is_read_in_order(rows, kind, keep, small_blocks):
     table = pa.table({"text": pa.array(rows, pa.string()).cast(kind), "n": [*range(len(rows))]})
-    pq.write_table(table, "a.parquet", dictionary_pagesize_limit=60, write_batch_size=2, data_page_size=64)
+    pq.write_table(table, "a.parquet", dictionary_pagesize_limit=60, write_batch_size=2)
     found = read("a.parquet", keep=keep)
     assert [text for _, block in found for text in block.texts] == rows
     assert [first for first, _ in found] == [block.row for _, block in found]
