@@ -353,6 +353,7 @@ def visit_all(
         first, last = span.full_start, span.full_stop
         if near is not None:
             first, last = (jnp.clip(j, span.full_start, span.full_stop) for j in near)
+            # H200, bf16, 32x512x12x64, R = 128, float32 table: 124 us (all blocks near 129), 2026-11-28
             far = functools.partial(full, far=True)
             carry = lax.fori_loop(span.full_start, first, far, carry)
             carry = lax.fori_loop(last, span.full_stop, far, carry)
