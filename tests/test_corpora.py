@@ -564,6 +564,22 @@ def test_colon_in_a_name_makes_no_uri(encoder, monkeypatch):
     assert read(Path("out:1/s3:x").absolute()).num_rows == 3
 
 
+def test_part_that_cannot_be_closed_is_closed_once(folder, monkeypatch):
+    """Python would print a traceback if the writer tried it again when it is deleted."""
+    part, calls = corpora._OpenPart(folder / "a.parquet", 0, pa.schema([("id", pa.int64())]), "{}"), []
+
+    def close():
+        calls.append(part._writer)
+        raise OSError(28, "No space left on device")
+
+    part.open()
+    with part.thread:
+        monkeypatch.setattr(part._writer, "close", close)
+        part.discard()
+        part._writer.__del__()
+    assert len(calls) == 1 and not [*folder.iterdir()]
+
+
 def test_first_manifest_counts(folder):
     """Another process may write it between the look and the write."""
     for ranges in ([[1.0], [2.0]], None):
