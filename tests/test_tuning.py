@@ -440,7 +440,8 @@ def test_mosaic_dense_has_one_program_per_multiprocessor(programs):
 @pytest.mark.parametrize(
     ("rows", "width", "tile"),
     [(512, 768, (64, 64, "none")), (1024, 768, (64, 64, "m")), (1024, 1024, (64, 64, "m")),
-     (1024, 2304, (64, 192, "m")), (1024, 3072, (64, 192, "m")), (16384, 3072, (128, 192, "none"))],
+     (1024, 2304, (64, 192, "m")), (1024, 3072, (64, 192, "m")), (16384, 3072, (128, 192, "none")),
+     (132 * 64, 64, (64, 64, "none")), (132 * 64 + 1, 64, (64, 64, "m"))],
 )  # fmt: skip
 def test_mosaic_dense_picks_the_fastest_tile(rows, width, tile):
     """A Hopper card without a table gets the tiles that were the fastest on an H200."""
