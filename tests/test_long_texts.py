@@ -652,6 +652,14 @@ def test_no_call_gets_more_than_fits(name, is_pair, monkeypatch):
     assert tokenizer.most <= 20_000
 
 
+def test_no_call_is_without_texts(monkeypatch):
+    monkeypatch.setattr(growth, "AT_ONCE", 10)
+    tokenizer, text = growing("NFKC")
+    which = LongTexts(tokenizer_files.truncating(tokenizer, 128, BertConfig(), owner="", argument=""))
+    assert [stop for stop, _ in which._batches([text * 30] * 3)] == [1, 2, 3]
+    assert [*which._batches([])] == []
+
+
 def test_many_texts_that_get_long_are_tokenised_some_at_a_time(monkeypatch):
     monkeypatch.setattr(growth, "AT_ONCE", 20_000)
     tokenizer, text = growing("NFKC")
