@@ -255,6 +255,10 @@ def test_damaged_files_are_refused(tmp_path):
         safetensors.numpy.save_file(changed, file)
         with pytest.raises(CheckpointError, match=message):
             BertModel.from_pretrained(tmp_path, **DTYPES)
+    for data in (b"", file.read_bytes()[:-1], b"x" * 1000):
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="is not a usable checkpoint:\n  model_float8.safetensors: "):
+            BertModel.from_pretrained(tmp_path, **DTYPES)
     settings = json.loads((tmp_path / "config.json").read_text())
     for scale, message in (("1", "must be a Python number, got str"), (-1, "must be positive"), (10**400, "too large")):
         tiny.write_json(
