@@ -344,7 +344,7 @@ def test_folder_that_is_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch, 
     with atomic.replacing(tmp_path / "a") as (new,):
         new.write_text("new")
         atomic.remove_abandoned(tmp_path)  # as other processes do, which see the lock
-        assert new.exists()
+        assert names(new.parent) == ["a", "lock"]
     assert len(seen[0]) == 1 and names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "new"
 
 

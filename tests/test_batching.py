@@ -8,6 +8,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -318,6 +319,38 @@ def test_thread_receives_results_of_several_batches():
     assert received(make(False), texts_of([5] * 4)) == [threading.current_thread()]
     (thread,) = {*received(make(False), texts_of([5] * 80))}
     assert thread is not threading.current_thread()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the device is a CPU")
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("kind", ["array", "features"])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, count):
+    """Otherwise JAX 0.11 may abort at the end of the process. Results of other devices are copied while they run."""
+    copied, ready, asarray, array = [], [], np.asarray, type(jnp.zeros(1))
+
+    def slowly(lengths):
+        spent = jax.lax.fori_loop(0, 50, lambda _, x: x @ x, jnp.zeros((500, 500)))
+        return lengths + spent[0, 0].astype(jnp.int32)
+
+    def compute(batch):
+        lengths = slow(batch.lengths)
+        return (jnp.zeros((*batch.input_ids.shape, 3)), lengths) if kind == "features" else lengths
+
+    def read(x, *arguments, **options):
+        ready.extend([x.is_ready()] if isinstance(x, array) else [])
+        return asarray(x, *arguments, **options)
+
+    slow = jax.jit(slowly).lower(np.ones(4, np.int32)).compile()
+    if not on_cpu:
+        monkeypatch.setattr(batching, "_on_cpu", lambda _: False)
+    monkeypatch.setattr(array, "copy_to_host_async", lambda x: copied.append(x))
+    monkeypatch.setattr(np, "asarray", read)
+    texts = texts_of([5] * count)
+    found = [*make(False).run(chunked(texts, count), 4, compute)]
+    batches = -(-count // 4)
+    assert len(found) == batches and len(copied) == (0 if on_cpu else batches * (1 + (kind == "features")))
+    assert len(ready) >= batches and (all(ready) or not on_cpu)
 
 
 @pytest.mark.parametrize("settings", [lambda: 0, threading.get_ident])

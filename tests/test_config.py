@@ -129,7 +129,8 @@ def test_width_of_tables_and_windows():
     assert read(model_type="electra", embedding_size=None).width_of_tables == 128 and read().width_of_tables == 16
     config = read(**MODERN, local_attention=7, global_attn_every_n_layers=2)
     assert [config.window(layer) for layer in range(3)] == [None, 3, None] and read().window(0) is None
-    assert read(**MODERN).layer_types == ("full_attention", "sliding_attention", "sliding_attention")
+    types = ("full_attention", "sliding_attention", "sliding_attention", "full_attention")
+    assert read(**MODERN, num_hidden_layers=4).layer_types == types
     for types in (["full_attention"] * 2, ["full_attention"] * 4, ["full_attention", "x", "full_attention"], "abc"):
         with pytest.raises(ValueError, match="layer_types must name 3 times one of full_attention, sliding_attention"):
             read(**MODERN, layer_types=types)

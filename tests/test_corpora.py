@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -555,10 +556,28 @@ def test_defaults_of_the_encoder_are_settings(model):
             corpora.encode_corpus(SentenceEncoder.from_pretrained(model, **(given | others)), ["a.txt"], "out")
 
 
-def test_colon_in_a_name_makes_no_uri(encoder):
+def test_colon_in_a_name_makes_no_uri(encoder, monkeypatch):
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: os.path.relpath(mkdtemp(**options)))  # as Python 3.11
     write("a:b.txt", TEXTS[:3])
     corpora.encode_corpus(encoder, ["a:b.txt"], "out:1/s3:x", devices=iter([0]))
     assert read(Path("out:1/s3:x").absolute()).num_rows == 3
+
+
+def test_part_that_cannot_be_closed_is_closed_once(folder, monkeypatch):
+    """Python would print a traceback if the writer tried it again when it is deleted."""
+    part, calls = corpora._OpenPart(folder / "a.parquet", 0, pa.schema([("id", pa.int64())]), "{}"), []
+
+    def close():
+        calls.append(part._writer)
+        raise OSError(28, "No space left on device")
+
+    part.open()
+    with part.thread:
+        monkeypatch.setattr(part._writer, "close", close)
+        part.discard()
+        part._writer.__del__()
+    assert len(calls) == 1 and not [*folder.iterdir()]
 
 
 def test_first_manifest_counts(folder):

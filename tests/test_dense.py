@@ -222,6 +222,25 @@ def test_any_config(dtype):
         assert_matches_oracle(jit(run)(floats), expected, exact, seed=config)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "rows", "width", "groups", "chains"),
+    [(jnp.float32, "float32", 1, 40, True, True), (jnp.float32, "float32", 9, 1, True, True),
+     (jnp.float32, "float32", 9, 40, True, False), (jnp.float32, "tf32", 1, 40, False, False),
+     (jnp.bfloat16, "float32", 1, 40, False, False)],
+)  # fmt: skip
+def test_only_matmuls_in_full_precision_add_in_groups(dtype, precision, rows, width, groups, chains, monkeypatch):
+    """One long chain of additions would lose digits. If one side is a vector, each block is added in chains as well."""
+    seen, own = [], kernel.common.dot_in_short_chains
+    monkeypatch.setattr(kernel.common, "dot_in_short_chains", lambda *x, **how: seen.append(x) or own(*x, **how))
+
+    def matmul(x, y):
+        config = DenseConfig(16, 16, 16, 4, 1)
+        return kernel.forward(x, y, None, None, activation=None, precision=precision, config=config, interpret=True)
+
+    found = str(jax.make_jaxpr(matmul)(jnp.zeros((rows, 256), dtype), jnp.zeros((256, width), dtype)))
+    assert found.count("while[") + found.count("scan[") == 1 + groups and bool(seen) == chains
+
+
 @pytest.mark.parametrize("tiles", [kernel.BAND, kernel.BAND + 1, 2 * kernel.BAND, 3 * kernel.BAND - 1])
 @pytest.mark.parametrize("x64", [True, *slow(False)])
 def test_bands_visit_every_tile_once(tiles, x64):

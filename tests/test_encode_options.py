@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from cases import slow_cases
-from jaxft import CrossEncoder, SentenceEncoder, paraphrase_mining
+from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncoder, paraphrase_mining
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.text import arguments, similarities
 from jaxft.text.quantization import quantize_embeddings
@@ -467,6 +467,16 @@ def test_inputs_have_one_name_at_a_time(encoder):
 
 
 OF_ENCODE = inspect.signature(SentenceEncoder.encode).parameters
+
+
+@pytest.mark.parametrize("cls", [SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder])
+def test_calls_and_exports_have_the_same_defaults(cls):
+    of_call = inspect.signature(cls.predict if cls is CrossEncoder else cls.encode).parameters
+    assert of_call["batch_size"].default == 32  # as in sentence-transformers
+    for function in (cls.export, cls.warmup, cls.buckets, *([cls.rank] if cls is CrossEncoder else [])):
+        own = inspect.signature(function).parameters
+        common = (own.keys() & of_call.keys()) - {"self"}
+        assert {name: own[name].default for name in common} == {name: of_call[name].default for name in common}
 
 
 @pytest.mark.parametrize("name", [name for name in arguments._EQUIVALENTS if name not in OF_ENCODE])

@@ -84,7 +84,7 @@ def test_fuse_is_idempotent(layer):
 
 def test_fuse_of_fuse_keeps_strict_and_static_arguments():
     def scaled(x, n, how):
-        return jax.nn.softmax(x * n, -1) if how == "softmax" else x
+        return jax.nn.softmax(x * int(n), -1) if how == "softmax" else x
 
     once = fuse(scaled, static_argnums=1, strict=True)
     twice = fuse(once, static_argnames="how")
@@ -93,7 +93,7 @@ def test_fuse_of_fuse_keeps_strict_and_static_arguments():
     with pytest.raises(ValueError, match="nothing was replaced"):
         twice(x, 2, "nothing")
     other = fuse(once, only="softmax")
-    np.testing.assert_allclose(other(x, 2, "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
+    np.testing.assert_allclose(other(x, np.float32(2), "softmax"), jax.nn.softmax(2 * x, -1), rtol=1e-6)
     strict = fuse(fuse(scaled, static_argnums=(1, 2)), static_argnums=(1, 2), strict=True)
     with pytest.raises(ValueError, match="nothing was replaced"):
         strict(x, 2, "nothing")
@@ -519,6 +519,8 @@ IN_GRADIENTS = "as it was; in gradients "
         pytest.param(jax.nn.softmax, [(100, 1000)], "a small array", "", id="small softmax"),
         pytest.param(jax.nn.softmax, [ROWS], "", "triton", id="softmax"),
         pytest.param(lambda x: jax.nn.softmax(jnp.sin(x)), [ROWS], "", IN_GRADIENTS + "triton", id="softmax of a sine"),
+        pytest.param(lambda x: jax.nn.softmax(jnp.sin(x).astype("float32")), [ROWS], "", IN_GRADIENTS + "triton",
+                     id="softmax of a cast"),
         pytest.param(lambda x: 2 * jax.nn.softmax(x), [ROWS], "", IN_GRADIENTS + "triton", id="twice a softmax"),
         pytest.param(lambda x: jnp.sin(jax.nn.log_softmax(x)), [ROWS], "XLA fuses the log", "", id="after log-softmax"),
         pytest.param(jax.nn.log_softmax, [ROWS], "", "triton", id="log-softmax"),

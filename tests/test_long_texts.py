@@ -335,6 +335,14 @@ def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
         assert error.value.index == 1 and error.value.text == texts[1]
 
 
+def test_longer_part_is_tried_where_the_tokens_of_shorter_ones_differ():
+    tokenizer = truncating("unigram, regex", 9)
+    texts = ["all " * 9 + "1 " + "the " * 200]  # the tokens depend on the 37th character
+    cut = LongTexts(tokenizer).cut(texts)
+    same_tokens(tokenizer, texts, cut, 0)
+    assert len(cut[0]) == len("all all ") + 4 * 9
+
+
 def test_pair_of_texts_whose_tokens_depend_on_their_ends_is_refused():
     """The parts of both, of as many tokens as count, would be joined with each other."""
     tokenizer = truncating("unigram, regex", 9, is_pair=True)
@@ -642,6 +650,14 @@ def test_no_call_gets_more_than_fits(name, is_pair, monkeypatch):
     with contextlib.suppress(TextError):
         list(which.encodings(texts))
     assert tokenizer.most <= 20_000
+
+
+def test_no_call_is_without_texts(monkeypatch):
+    monkeypatch.setattr(growth, "AT_ONCE", 10)
+    tokenizer, text = growing("NFKC")
+    which = LongTexts(tokenizer_files.truncating(tokenizer, 128, BertConfig(), owner="", argument=""))
+    assert [stop for stop, _ in which._batches([text * 30] * 3)] == [1, 2, 3]
+    assert [*which._batches([])] == []
 
 
 def test_many_texts_that_get_long_are_tokenised_some_at_a_time(monkeypatch):

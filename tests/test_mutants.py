@@ -31,6 +31,13 @@ def test_every_module_has_faults():
         assert not has_code or counts[name] >= least, f"{name} has {counts[name]} faults, at least {least} are wanted"
 
 
+def test_versions_of_jax_are_compared():
+    ran = [(wanted, version) for wanted in ("", "0.11", "<0.11") for version in ((0, 10, 2), (0, 11, 0), (1, 0, 0))
+           if run.Mutant("a.py", "", "", jax=wanted).runs_on(version)]  # fmt: skip
+    assert ran == [("", (0, 10, 2)), ("", (0, 11, 0)), ("", (1, 0, 0)), ("0.11", (0, 11, 0)), ("0.11", (1, 0, 0)),
+                   ("<0.11", (0, 10, 2))]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -286,10 +286,12 @@ def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(15, 0), (16, 4), (32, 8), (64, 16), (128, 16)])
-def test_processes_are_one_for_four_cores(monkeypatch, cores, expected):
+@pytest.mark.parametrize("limited", [False, True])
+def test_processes_are_one_for_four_cores(monkeypatch, cores, expected, limited):
+    limit = f"{cores * 50_000 + 49_999} 50000" if limited else "max 100000"
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
-    monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1000 if limited else cores), raising=False)
+    monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, limit))
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     assert processes.suitable() == expected
 

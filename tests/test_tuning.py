@@ -305,6 +305,30 @@ def test_packed_sequences_have_their_own_entries():
     assert trial.asked.keys() == {(op, sizes) for op in ("attention", "attention_dq", "attention_dkv")}
 
 
+ROWS, VECTOR = jnp.zeros((3, 100, 80), jnp.bfloat16), jnp.zeros(80, jnp.bfloat16)
+TABLE, IDS = jnp.zeros((100, 80), jnp.bfloat16), jnp.zeros((3, 100), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("op", "call", "width"),
+    [
+        ("softmax", lambda **how: jaxft.softmax(ROWS, **how), 128),
+        ("softmax", lambda **how: jaxft.log_softmax(ROWS, **how), 128),
+        ("layer_norm", lambda **how: jaxft.layer_norm(ROWS, VECTOR, VECTOR, **how), 128),
+        ("layer_norm", lambda **how: jaxft.rms_norm(ROWS, VECTOR, **how), 128),
+        ("layer_norm", lambda **how: jaxft.embeddings_layer_norm(IDS, TABLE, TABLE, None, VECTOR, VECTOR, **how), 128),
+        ("bias_activation", lambda **how: jaxft.bias_activation(ROWS, VECTOR, **how), 128),
+        ("gated_activation", lambda **how: jaxft.gated_activation(
+            ROWS, VECTOR, activation="gelu", gate="first", **how), 64),
+    ],
+)  # fmt: skip
+def test_ops_on_rows_ask_for_the_rows_and_the_width_of_their_result(op, call, width):
+    with tuning_table.trial(trial := tuning_table.Trial({})):
+        jax.eval_shape(functools.partial(call, implementation="triton"))
+    assert {name for name, _ in trial.asked} == {op, f"{op}_backward"}
+    assert all(sizes.startswith(f"rows=512,width={width},itemsize=") for _, sizes in trial.asked)
+
+
 def test_dropout_with_wide_vectors_has_its_own_entry(key):
     """The LayerNorm gradient needs more registers in this case."""
     x, seen = jnp.zeros((6, 40), jnp.bfloat16), {}
@@ -455,7 +479,8 @@ def test_mosaic_dense_has_one_program_per_multiprocessor(programs):
 @pytest.mark.parametrize(
     ("rows", "width", "tile"),
     [(512, 768, (64, 64, "none")), (1024, 768, (64, 64, "m")), (1024, 1024, (64, 64, "m")),
-     (1024, 2304, (64, 192, "m")), (1024, 3072, (64, 192, "m")), (16384, 3072, (128, 192, "none"))],
+     (1024, 2304, (64, 192, "m")), (1024, 3072, (64, 192, "m")), (16384, 3072, (128, 192, "none")),
+     (132 * 64, 64, (64, 64, "none")), (132 * 64 + 1, 64, (64, 64, "m"))],
 )  # fmt: skip
 def test_mosaic_dense_picks_the_fastest_tile(rows, width, tile):
     """A Hopper card without a table gets the tiles that were the fastest on an H200."""

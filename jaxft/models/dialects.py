@@ -115,7 +115,7 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
         scaling = config.get("rope_scaling") or config.get("rope_parameters")
         own["rope_theta"] = _theta(own.get("rope_theta", values["rope_theta"]), scaling)
         problems += _rope_problems(scaling, ("default", "ntk") if kind == "gte" else ("default",))
-        if kind == "gte" and isinstance(scaling, dict) and _rope_type(scaling) == "ntk":
+        if isinstance(scaling, dict) and _rope_type(scaling) == "ntk":  # refused above unless it is a GTE
             own["rope_factor"] = scaling.get("factor", 1.0)
             if scaling.get("mixed_b") is not None:
                 problems.append(f"mixed_b of the rotary parameters must be absent, got {scaling['mixed_b']!r:.100}")

@@ -205,7 +205,7 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels, *, over=()):
         logits = logits - (lax.pmax(top, over) if over else top)
         e = jnp.exp(logits)
         normalizer = jnp.sum(e, axis=1, keepdims=True)
-        own = label - first if over else label
+        own = label - first
         is_label = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == jnp.where(own < classes, own, -1)
         of_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=1, keepdims=True)
         if over:

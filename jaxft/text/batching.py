@@ -260,7 +260,7 @@ class Lane:
 
 def _on_cpu(x: jax.Array | np.ndarray) -> bool:
     """Returns whether an array is in the memory of the host."""
-    return not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
+    return not isinstance(x, jax.Array) or all(home.platform == "cpu" for home in dispatch.homes([x]))
 
 
 def _to_numpy(x: jax.Array | np.ndarray) -> np.ndarray:

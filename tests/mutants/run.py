@@ -4,7 +4,7 @@ A list is a TOML file with tables such as `[[softmax]]`: `old` and `new` text of
 notice the fault, `file::function` in tests/. Some entries have more fields:
 
 - `gpu = true`: only a GPU run notices it. `--gpu` runs these entries and no others.
-- `jax = "0.11"`: the tests need this version of JAX (Mosaic's interpreter).
+- `jax = "0.11"`: the tests need this version of JAX or a later one (Mosaic's interpreter). `"<0.11"`: an earlier one.
 - `equivalent = "..."`: why the change changes nothing that a test could notice. Such an entry is not run.
 
 Needs JAX, Flax, chex and pytest; no make, network or pytest plugin. The tests run without those marked slow, first on
@@ -58,6 +58,11 @@ class Mutant:
     @property
     def name(self) -> str:
         return f"{self.file}: {self.old!r} -> {self.new!r}"
+
+    def runs_on(self, version: tuple[int, ...]) -> bool:
+        """Returns whether the tests run on a version of JAX."""
+        earlier = self.jax.startswith("<")
+        return not self.jax or (version < tuple(map(int, self.jax.removeprefix("<").split(".")))) == earlier
 
     def problem(self, root: Path = ROOT) -> str | None:
         """Returns why the entry cannot be planted, or None."""
@@ -236,7 +241,7 @@ def main() -> int:
             add(Result(mutant.name, EQUIVALENT, detail=mutant.equivalent))
         elif mutant.gpu != args.gpu:
             add(Result(mutant.name, LEFT_OUT, detail="needs a GPU" if mutant.gpu else "needs no GPU"))
-        elif mutant.jax and jaxlib_version[:2] < tuple(map(int, mutant.jax.split("."))):
+        elif not mutant.runs_on(jaxlib_version):
             add(Result(mutant.name, LEFT_OUT, detail=f"needs JAX {mutant.jax}"))
         else:
             waiting.append(mutant)
