@@ -221,17 +221,6 @@ def test_batch_reads_only_its_texts_of_a_dictionary():
     assert records._strings(array[:0]) == [] and records._strings(array[1:2]) == [None]
 
 
-def test_text_of_many_rows_is_in_memory_once(encoder):
-    """A parquet file of a megabyte has 16 GB of texts: a dictionary with one long text."""
-    text = pa.array(["a bird " * 150_000])
-    column = pa.DictionaryArray.from_arrays(pa.array([None, *[0] * 16_000], pa.int32()), text)
-    pq.write_table(pa.table({"text": column}), "a.parquet", store_schema=False)
-    source = records.sources(["a.parquet"])
-    found = [block.texts for _, block in records.blocks(source, "text", pa.schema([]), lambda *_: True)]
-    assert {id(one) for texts in found for one in texts[1:]} == {id(texts[1]) for texts in found}
-    assert found[0][:2] == [None, text[0].as_py()] and sum(map(len, found)) == 16_001
-
-
 def test_empty_data_give_no_parts(encoder):
     write("a.parquet", pa.array([], pa.string()))
     assert corpora.encode_corpus(encoder, ["a.parquet"], "out").written == 0

@@ -1,5 +1,6 @@
 """Files of texts, without an encoder: which files are read, what a line is, the types of kept fields, the blocks."""
 
+import dataclasses
 import gzip
 import io
 import itertools
@@ -171,6 +172,7 @@ def test_blocks_are_bounded_and_unwanted_ones_left_out(monkeypatch):
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_row_groups_of_parquet_are_read_where_wanted(kind, monkeypatch):
     monkeypatch.setattr(records, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(records, "_SHARED_ROWS", 2)
     rows = [None if number == 4 else f"text {number // 2}" for number in range(9)]
     pq.write_table(pa.table({"text": pa.array(rows).cast(kind), "n": [*range(9)]}), "a.parquet", row_group_size=3)
     found = read("a.parquet", keep=["n", "text"], wanted=lambda first, _: first != 3)
@@ -249,34 +251,106 @@ def test_row_group_of_parquet_is_not_read_as_a_whole():
     assert 0 < most < 50 << 20
 
 
-def test_distinct_texts_of_parquet_are_no_dictionary(monkeypatch):
-    """Long texts, each of one row: a dictionary of them would grow with the row group."""
-    monkeypatch.setattr(records, "_BLOCK_ROWS", 8)
-    monkeypatch.setattr(records, "_BLOCK_BYTES", 400)
-    pq.write_table(pa.table({"text": [f"{i:0{10 + i % 2 * 90}}" for i in range(200)]}), "a.parquet")
-    kinds = set()
-    real = records._strings
-    monkeypatch.setattr(records, "_strings", lambda array: kinds.add(str(array.type)) or real(array))
-    assert sum(len(block.texts) for _, block in read("a.parquet")) == 200 and kinds == {"string"}
+def test_first_blocks_of_parquet_have_few_rows(monkeypatch):
+    """A row group may have a long text once for many rows. The number of rows goes on in the next row group."""
+    monkeypatch.setattr(records, "_FEW_ROWS", 8)
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 64)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 1000)
+
+    passes, real = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, size, **options: passes.append(size) or real(self, size, **options)
+    )
+
+    def sizes(rows, group=100):
+        pq.write_table(pa.table({"text": rows}), "a.parquet", row_group_size=group)
+        passes.clear()
+        found = read("a.parquet")
+        assert [text for _, block in found for text in block.texts] == rows
+        return [len(block.texts) for _, block in found]
+
+    assert sizes(["x" * 100] * 100) == [9] * 11 + [1]  # a dictionary of one text: 64 rows by the size of the group
+    assert sizes(["x" * 2000] * 100) == [1] * 100
+    assert sizes(["x"] * 200) == [64, 36] * 2 and passes == [8, 64, 64]
+    assert sizes(["x" * 2000] * 100 + ["x"] * 100) == [1] * 100 + [64, 36]
+    assert sizes(["x"] * 100 + ["x" * 2000] * 100) == [64, 36] + [1] * 100
+    assert sizes(["x"] * 3) == [3] and passes == [8]
+    # A batch that takes too much after others: the rest is read in smaller ones, from a row in the middle of one.
+    found = sizes(["x"] * 700 + [f"{i:0400}" for i in range(100)], group=800)
+    assert len(passes) == 3 and passes[-1] == 2 and found[-3:] == [2, 2, 2] and 1 in found
 
 
-def test_rest_of_a_row_group_is_no_dictionary(monkeypatch):
-    """From the row on where most rows have texts of their own."""
-    monkeypatch.setattr(records, "_BLOCK_ROWS", 8)
-    monkeypatch.setattr(records, "_BLOCK_BYTES", 350)
-    rows = ["x" * 100] * 48 + [f"t{i}" for i in range(60)]
-    options = {"dictionary_pagesize_limit": 105, "write_batch_size": 2}
-    pq.write_table(pa.table({"text": rows}), "a.parquet", **options)
-    found = read("a.parquet")
-    assert [text for _, block in found for text in block.texts] == rows
-    sizes = [len(block.texts) for _, block in found]
-    assert sizes[:6] == [8] * 6 and sizes[-2:] == [3, 3]
-    assert [first for first, _ in found] == [0, *itertools.accumulate(sizes[:-1])]
+def test_text_of_many_rows_takes_little_memory(monkeypatch):
+    """A dictionary with one long text: two GB in a file of a few kilobytes."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["a bird " * 150_000]))
+    pq.write_table(pa.table({"text": column}), "a.parquet", store_schema=False)
+    before, most, count = pa.total_allocated_bytes(), 0, 0
+    for _, block in records.blocks(records.sources(["a.parquet"]), "text", pa.schema([]), lambda *_: True):
+        most, count = max(most, pa.total_allocated_bytes() - before), count + len(block.texts)
+    assert count == 2000 and most < 100 << 20
 
 
-def test_file_with_many_row_groups_is_opened_twice(monkeypatch):
+NESTED = {"a": pa.array([{"b": "inside"}] * 3), "a.b": ["one", None, "three"]}
+
+
+@pytest.mark.parametrize("keep", [(), ("a",), ("a.b",), ("list", "a")])
+def test_columns_with_dots_are_no_paths(keep):
+    table = pa.table(
+        NESTED | {"list": pa.array([[1], [], None], pa.list_(pa.int64())), "a.list.element": ["x", "y", "z"]}
+    )
+    pq.write_table(table, "a.parquet")
+    for column in ("a.b", "a.list.element"):
+        ((first, block),) = read("a.parquet", column=column, keep=keep)
+        assert first == 0 and block.texts == table[column].to_pylist()
+        assert block.kept.schema.names == [*keep] and block.kept.to_pydict() == table.select(keep).to_pydict()
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_encodings_of_parquet(encoding):
+    pq.write_table(pa.table({"text": SHORT}), "a.parquet", use_dictionary=False, column_encoding={"text": encoding})
+    assert texts("a.parquet") == SHORT
+
+
+def test_wide_kept_columns_make_blocks_smaller(small_blocks):
+    pq.write_table(pa.table({"text": SHORT, "wide": ["y" * 60] * 40}), "a.parquet")
+    assert max(len(block.texts) for _, block in read("a.parquet", keep=("wide",))) <= 4
+
+
+def test_file_with_many_row_groups_is_opened_once(monkeypatch):
     pq.write_table(pa.table({"text": SHORT}), "a.parquet", row_group_size=2)
-    opened, real = [], pq.ParquetFile
-    monkeypatch.setattr(pq, "ParquetFile", lambda *args, **options: opened.append(1) or real(*args, **options))
-    files = records.sources(["a.parquet"])
-    assert len([*records.blocks(files, "text", pa.schema([]), lambda *_: True)]) == 20 and len(opened) == 2
+    (source,) = records.sources(["a.parquet"])
+    opened, system = [], source.system
+
+    class Counting:
+        def open_input_file(self, path):
+            opened.append(path)
+            return system.open_input_file(path)
+
+    source = dataclasses.replace(source, system=Counting())
+    assert len([*records.blocks([source], "text", pa.schema([]), lambda *_: True)]) == 20 and len(opened) == 1
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_small_row_groups_are_read_at_once(small, monkeypatch):
+    """A remote file then takes one request for all columns of a group."""
+    monkeypatch.setattr(records, "_BUFFER", 1 << 20 if small else 10)
+    pq.write_table(pa.table({"text": SHORT}), "a.parquet")
+    kinds, real = [], records._batches
+    monkeypatch.setattr(
+        records, "_batches", lambda source, file, *rest: kinds.append(file) or real(source, file, *rest)
+    )
+    opened, of_file = [], pq.ParquetFile
+    monkeypatch.setattr(
+        pq, "ParquetFile", lambda *args, **options: opened.append((of_file(*args, **options), options)) or opened[-1][0]
+    )
+    assert texts("a.parquet") == SHORT
+    (used,) = [options["pre_buffer"] for file, options in opened if file is kinds[0]]
+    assert used == small
+
+
+def test_dictionaries_of_parquet_have_larger_blocks():
+    """Each block copies the dictionary."""
+    column = pa.array([f"text {i % 9}" for i in range(5000)]).dictionary_encode()
+    pq.write_table(pa.table({"text": column}), "a.parquet")
+    found = read("a.parquet")
+    assert [len(block.texts) for _, block in found] == [5000] and len({*map(id, found[0][1].texts)}) == 9

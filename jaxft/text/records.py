@@ -21,6 +21,8 @@ MOST_EXPANSION = 200  # times its size that a compressed file may expand to; tex
 _LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
 _LINE_BYTES = 64  # memory of a line beside its bytes
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 9  # of the rows that are read at once
+_FEW_ROWS = 16  # of the first block of a parquet file
+_SHARED_ROWS = 1 << 14  # of a block of a dictionary column, whose texts are in memory once
 _BUFFER = 1 << 22  # bytes of a parquet column that are read at once
 _END = 1 << 16  # bytes at the end of a file that tell whether it has changed
 _SAMPLE = 1000  # records of JSON lines from which the types of kept fields are inferred
@@ -61,7 +63,6 @@ def arrow() -> Any:
     """Imports pyarrow. Raises a DataError that says how to install it."""
     try:
         import pyarrow
-        import pyarrow.compute
         import pyarrow.fs
         import pyarrow.parquet
     except ImportError as error:
@@ -169,7 +170,7 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
                 infos, names = [*below.values()], [name.rstrip("/") + its for its in below]
             else:
                 infos, names = [info], [name]
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
+        except (OSError, ValueError, arrow().ArrowException) as error:
             raise DataError(f"cannot read {name}: {error}") from error
         if not infos:
             raise DataError(f"{name}: has no files that end in {', '.join(SUFFIXES)}")
@@ -335,17 +336,18 @@ def _array(source: Source, row: int, field: Any, values: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _parquet(source: Source, **options: Any) -> Iterator[Any]:
-    """Opens a `pyarrow.parquet.ParquetFile`."""
+def _parquet(source: Source) -> Iterator[tuple[Any, Any]]:
+    """Opens two `pyarrow.parquet.ParquetFile` of one file: one reads a row group at once, one in small pieces."""
     with contextlib.ExitStack() as stack:
         with _reading(source):
-            file = stack.enter_context(source.system.open_input_file(source.path))
-            found = arrow().parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False, **options)
+            file, kind = stack.enter_context(source.system.open_input_file(source.path)), arrow().parquet.ParquetFile
+            whole = kind(file, pre_buffer=True)
+            found = whole, kind(file, metadata=whole.metadata, buffer_size=_BUFFER, pre_buffer=False)
         yield found
 
 
 def _schema(source: Source) -> Any:
-    with _parquet(source) as file:
+    with _parquet(source) as (file, _):
         return file.schema_arrow
 
 
@@ -354,7 +356,7 @@ def _reading(source: Source) -> Iterator[None]:
     """Makes an error of the block name the file."""
     try:
         yield
-    except (OSError, ValueError) as error:  # pyarrow's errors are both
+    except (OSError, ValueError, arrow().ArrowException) as error:
         raise DataError(f"cannot read {source.name}: {error}") from error
 
 
@@ -362,66 +364,52 @@ def _parquet_blocks(
     source: Source, column: str, kept: Any, first: int, wanted: Callable[[int, int], bool]
 ) -> Generator[tuple[int, Block], None, int]:
     """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
-    row, columns = 0, [*dict.fromkeys((column, *kept.names))]
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(_parquet(source))]
-        metadata = files[0].metadata
-        if column not in kept.names:
-            files.insert(0, stack.enter_context(_parquet(source, read_dictionary=[column], metadata=metadata)))
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            if wanted(first + row, first + row + group.num_rows):
-                size = min(max(_BLOCK_BYTES * group.num_rows // max(group.total_byte_size, 1), 1), _BLOCK_ROWS)
-                for at, batch in _batches(source, files, number, columns, size):
+    row, size, columns = 0, _FEW_ROWS, [*dict.fromkeys((column, *kept.names))]
+    with _parquet(source) as (whole, pieces):
+        is_shared = str(whole.schema_arrow.field(column).type).startswith("dictionary")
+        limit = _SHARED_ROWS if is_shared else _BLOCK_ROWS
+        for number in range(whole.metadata.num_row_groups):
+            group = whole.metadata.row_group(number)
+            count, nbytes = group.num_rows, group.total_byte_size
+            if wanted(first + row, first + row + count):
+                most = min(max(_BLOCK_BYTES * count // max(nbytes, 1), 1), limit)
+                file = whole if nbytes <= _BUFFER else pieces
+                for at, size_now, batch in _batches(source, file, number, columns, min(size, most), most):
+                    size = size_now
                     with _reading(source):
                         texts = _strings(batch.column(column))
                     yield first + row + at, Block(source, row + at, texts, batch.select(kept.names))
-            row += group.num_rows
+            row += count
     return row
 
 
 def _batches(
-    source: Source, files: Sequence[Any], group: int, columns: list[str], size: int
-) -> Iterator[tuple[int, Any]]:
-    """Yields (first row, `pyarrow.RecordBatch`) of a row group. A batch has at most `size` rows.
+    source: Source, file: Any, group: int, columns: list[str], size: int, most: int
+) -> Iterator[tuple[int, int, Any]]:
+    """Yields (first row, rows of a batch, `pyarrow.RecordBatch`) of a row group.
 
-    The first of two `files` reads texts as dictionaries: a long text that many rows have then is in memory once, as it
-    is in the file. Where most rows have a text of their own, or texts are short, the second file is faster and takes
-    less memory, and reads the rest. Where its texts become longer, its batches become smaller.
+    A file may have a long text once for many rows, so only a batch itself tells how many bytes its rows take. If they
+    take too many, the group is read again from its start in smaller batches, and the rows that were yielded are left
+    out. If the first batch, of `size` rows, takes few, the group is read again in batches of up to `most` rows.
     """
-    # A row group of a million texts of 14 words, 2026-11-28: 0.2 s and 58 MiB; as dictionaries 1.0 s and 486 MiB
-    done, shares = 0, len(files) > 1
+    done = 0  # rows that were yielded
     while True:
         at = 0
-        for batch in _read(source, files[0 if shares else -1].iter_batches(size, row_groups=[group], columns=columns)):
-            if shares:
-                texts = batch.column(0).dictionary
-                most = _BLOCK_BYTES // (arrow().compute.max(arrow().compute.binary_length(texts)).as_py() or 1)
-                shares = 2 * len(texts) <= at + len(batch) and most < size
-                is_right = shares
-            else:
-                nbytes = sum(array.nbytes for array in batch.columns if not hasattr(array, "dictionary"))
-                most = len(batch) * _BLOCK_BYTES // max(nbytes, 1)
-                is_right = len(batch) <= max(4 * most, 1)
-            if not is_right:
-                size = min(size, max(most, 1))
-                break  # and read the rest again
+        batches = file.iter_batches(size, row_groups=[group], columns=columns)
+        while True:
+            with _reading(source):
+                if (batch := next(batches, None)) is None:
+                    return
+            nbytes = sum(array.nbytes for array in batch.columns if not hasattr(array, "dictionary"))
+            right = max(len(batch) * _BLOCK_BYTES // max(nbytes, 1), 1)
+            if size > 4 * right or (size < most and len(batch) == size < right):
+                size = most = min(most, right)
+                break
+            most = size
             if at + len(batch) > done:
-                yield max(at, done), batch.slice(max(done - at, 0))
+                yield max(at, done), size, batch.slice(max(done - at, 0))
             at += len(batch)
             done = max(done, at)
-        else:
-            return
-
-
-def _read(source: Source, items: Iterator[Any]) -> Iterator[Any]:
-    """Yields the items. An error of theirs names the file."""
-    while True:
-        with _reading(source):
-            item = next(items, None)
-        if item is None:
-            return
-        yield item
 
 
 def _strings(array: Any) -> list[str | None]:
