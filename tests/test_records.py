@@ -269,12 +269,15 @@ def test_first_blocks_of_parquet_have_few_rows(monkeypatch):
         assert [text for _, block in found for text in block.texts] == rows
         return [len(block.texts) for _, block in found]
 
-    assert sizes(["x" * 100] * 100) == [9] * 11 + [1]  # a dictionary of one text: 64 rows by the size of the group
+    assert sizes(["x" * 100] * 100) == [10] * 10  # a dictionary of one text: 64 rows by the size of the group
     assert sizes(["x" * 2000] * 100) == [1] * 100
     assert sizes(["x"] * 200) == [64, 36] * 2 and passes == [8, 64, 64]
     assert sizes(["x" * 2000] * 100 + ["x"] * 100) == [1] * 100 + [64, 36]
     assert sizes(["x"] * 100 + ["x" * 2000] * 100) == [64, 36] + [1] * 100
     assert sizes(["x"] * 3) == [3] and passes == [8]
+    # A single long text is not repeated, for all that is known.
+    assert sizes(["y" * 5000, *["x"] * 99]) == [19] * 5 + [5]  # by the size of the group
+    assert sizes([*["x"] * 99, "y" * 5000]) == [19] * 5 + [5] and passes == [8, 19]
     # A batch that takes too much after others: the rest is read in smaller ones, from a row in the middle of one.
     found = sizes(["x"] * 700 + [f"{i:0400}" for i in range(100)], group=800)
     assert len(passes) == 3 and passes[-1] == 2 and found[-3:] == [2, 2, 2] and 1 in found

@@ -63,6 +63,7 @@ def arrow() -> Any:
     """Imports pyarrow. Raises a DataError that says how to install it."""
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.fs
         import pyarrow.parquet
     except ImportError as error:
@@ -390,7 +391,8 @@ def _batches(
 
     A file may have a long text once for many rows, so only a batch itself tells how many bytes its rows take. If they
     take too many, the group is read again from its start in smaller batches, and the rows that were yielded are left
-    out. If the first batch, of `size` rows, takes few, the group is read again in batches of up to `most` rows.
+    out. A single long text does not count, since the rows after it may be short. If the first batch, of `size` rows,
+    takes few bytes, the group is read again in batches of up to `most` rows.
     """
     done = 0  # rows that were yielded
     while True:
@@ -400,7 +402,8 @@ def _batches(
             with _reading(source):
                 if (batch := next(batches, None)) is None:
                     return
-            nbytes = sum(array.nbytes for array in batch.columns if not hasattr(array, "dictionary"))
+            plain = [array for array in batch.columns if not hasattr(array, "dictionary")]
+            nbytes = sum(array.nbytes for array in plain) - max(map(_longest, plain), default=0)
             right = max(len(batch) * _BLOCK_BYTES // max(nbytes, 1), 1)
             if size > 4 * right or (size < most and len(batch) == size < right):
                 size = most = min(most, right)
@@ -410,6 +413,13 @@ def _batches(
                 yield max(at, done), size, batch.slice(max(done - at, 0))
             at += len(batch)
             done = max(done, at)
+
+
+def _longest(array: Any) -> int:
+    """Returns the number of bytes of the longest string of an Arrow array, or 0 if it has no strings."""
+    if str(array.type) not in ("string", "large_string"):
+        return 0
+    return arrow().compute.max(arrow().compute.binary_length(array)).as_py() or 0
 
 
 def _strings(array: Any) -> list[str | None]:
