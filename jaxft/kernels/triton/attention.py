@@ -102,7 +102,7 @@ def _fwd_kernel(
                 jnp.full((block_q,), -jnp.inf, jnp.float32),
             )
             leading = p.options.window[0] is not None or refs.query_ids is not None
-            near = parts.near_blocks(p, start, block_q, p.key_length, block_k)
+            near = parts.near_blocks(p, start, block_q, block_k)
             acc, total, top = parts.visit_all(span, block_k, leading, visit, carry, near)
         if p.rules.query_lengths is not None:
             total = jnp.where(rows < span.end, total, 0.0)

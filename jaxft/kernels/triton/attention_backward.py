@@ -161,7 +161,7 @@ def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int)
     rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
     row = rows.offset + rows.start
     leading = p.options.window[0] is not None or refs.query_ids is not None
-    near = parts.near_blocks(p, rows.start, block_q, p.key_length, block_k)
+    near = parts.near_blocks(p, rows.start, block_q, block_k)
     if out_ref is None:
 
         def add(j, sums, **kind):
@@ -340,7 +340,7 @@ def _dkv_tile(
             dk, dv, *sums = step(lax.div(query_start, jnp.int32(block_q)), begin, edge=not full)
         else:
             leading = p.options.window[1] is not None or refs.query_ids is not None
-            near = parts.near_blocks(p, start, block_k, p.query_length, block_q)
+            near = parts.near_blocks(p, start, block_k, block_q)
             dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin, near)
         if columns:
             total = _select(in_keys, sums[0])

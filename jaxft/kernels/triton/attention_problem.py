@@ -322,16 +322,16 @@ def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
     return lax.cond(last <= block_k // 2, half, functools.partial(compute, block_k=block_k))
 
 
-def near_blocks(p: Problem, start, block: int, other_length: int, other_block: int) -> tuple[Any, Any] | None:
+def near_blocks(p: Problem, start, block: int, other_block: int) -> tuple[Any, Any] | None:
     """Returns the range of blocks of the other side that are near a tile of `block` rows from `start`.
 
     All pairs of the tile and of a block that is not near have one bias, an end of the table of relative biases. Returns
-    None without a table, and if every block is near.
+    None without a table, and if the sequences are too short for blocks that are not near.
     """
     if not p.options.relative or p.rules.bias is None:
         return None
     reach = p.rules.bias.shape[3] // 2
-    if other_length < reach + block:
+    if max(p.query_length, p.key_length) < reach + min(block, other_block):
         return None
     first = lax.div(jnp.maximum(jnp.int32(start) - (reach - 1), 0), jnp.int32(other_block))
     return first, lax.div(jnp.int32(start) + (block + reach - 2), jnp.int32(other_block)) + 1
