@@ -321,13 +321,13 @@ def test_thread_receives_results_of_several_batches():
     assert thread is not threading.current_thread()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the device is a CPU")
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("kind", ["array", "features"])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, count):
     """Otherwise JAX 0.11 may abort at the end of the process. Results of other devices are copied while they run."""
     copied, ready, asarray, array = [], [], np.asarray, type(jnp.zeros(1))
+    (cpu, *_) = jax.devices("cpu")
 
     def slowly(lengths):
         spent = jax.lax.fori_loop(0, 50, lambda _, x: x @ x, jnp.zeros((500, 500)))
@@ -335,13 +335,15 @@ def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, 
 
     def compute(batch):
         lengths = slow(batch.lengths)
-        return (jnp.zeros((*batch.input_ids.shape, 3)), lengths) if kind == "features" else lengths
+        tokens = jnp.zeros((*batch.input_ids.shape, 3), device=cpu)
+        return (tokens, lengths) if kind == "features" else lengths
 
     def read(x, *arguments, **options):
         ready.extend([x.is_ready()] if isinstance(x, array) else [])
         return asarray(x, *arguments, **options)
 
-    slow = jax.jit(slowly).lower(np.ones(4, np.int32)).compile()
+    with jax.default_device(cpu):
+        slow = jax.jit(slowly).lower(np.ones(4, np.int32)).compile()
     if not on_cpu:
         monkeypatch.setattr(batching, "_on_cpu", lambda _: False)
     monkeypatch.setattr(array, "copy_to_host_async", lambda x: copied.append(x))

@@ -367,7 +367,7 @@ def _parquet_blocks(
     """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
     row, size, columns = 0, _FEW_ROWS, [*dict.fromkeys((column, *kept.names))]
     with _parquet(source) as (whole, pieces):
-        is_shared = str(whole.schema_arrow.field(column).type).startswith("dictionary")
+        is_shared = arrow().types.is_dictionary(whole.schema_arrow.field(column).type)
         limit = _SHARED_ROWS if is_shared else _BLOCK_ROWS
         for number in range(whole.metadata.num_row_groups):
             group = whole.metadata.row_group(number)
@@ -435,5 +435,5 @@ def _strings(array: Any) -> list[str | None]:
 
 
 def _holds_strings(kind: Any) -> bool:
-    kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
+    kind = kind.value_type if arrow().types.is_dictionary(kind) else kind
     return str(kind) in ("string", "large_string", "string_view")
