@@ -85,8 +85,8 @@ def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batching.Bat
         return np.zeros(len(batch.lengths))
 
     made = encoder._by_length[encoder.max_seq_length]
-    encodings = functools.partial(made.encodings, "")
-    for _ in made.batcher.run(made.batcher.tokenised(texts, encodings), BATCH_SIZE, keep):
+    chunks = made.batcher.tokenised(texts, lambda some, _: made.encodings("", some))
+    for _ in made.batcher.run(chunks, BATCH_SIZE, keep):
         yield from seen
         seen.clear()
     yield from seen

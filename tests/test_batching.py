@@ -542,7 +542,7 @@ def test_tokens(types):
         assert types or found.type_ids is None
 
 
-def of_one_token(numbers):
+def of_one_token(numbers, stays=True):
     return [Text([n], [0]) for n in numbers]
 
 
@@ -552,7 +552,7 @@ def test_tokenised(monkeypatch, count):
     before = threads()
     where = []
 
-    def tokenise(texts):
+    def tokenise(texts, _):
         where.append(threading.current_thread())
         return of_one_token(texts)
 
@@ -571,7 +571,7 @@ def test_tokenised(monkeypatch, count):
 def test_tokenising_runs_ahead_of_the_device(packed, monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before, ahead, done = threads(), 3 if packed else 1, []
-    chunks = make(packed).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
+    chunks = make(packed).tokenised(range(100), lambda texts, _: done.extend(texts) or of_one_token(texts))
     for start, chunk in itertools.islice(chunks, 5):
         assert len(done) <= start + 3 * (1 + ahead) and chunk.ids.tolist() == [*range(start, start + 3)]
         assert set(chunk.ids) <= set(done) and 0 < len(threads() - before) <= ahead
@@ -586,7 +586,7 @@ def test_chunks_are_bounded_in_characters(packed, monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (8, 8, 8))
     texts, chunks, running, most = ["a" * n for n in [10, 80, 20, 1, *[500] * 6, 99, 1, 1, *[3] * 20]], [], [], []
 
-    def tokenise(chunk):
+    def tokenise(chunk, _):
         if len(chunk[0]) > 100:
             running.append(chunk)
             most.append(len(running))
@@ -606,7 +606,7 @@ def test_bar_moves_while_texts_are_tokenised(monkeypatch, capsys):
     monkeypatch.setattr(batching, "_CHARACTERS", 10)
     monkeypatch.setattr(batching, "_IN_FLIGHT", 1000)  # no batch is done before all texts are tokenised
 
-    def tokenise(chunk):
+    def tokenise(chunk, _):
         time.sleep(0.15)  # the bar is drawn ten times a second
         return texts_of([1] * len(chunk))
 
@@ -625,7 +625,7 @@ def test_tokenising_fails(monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before = threads()
 
-    def tokenise(texts):
+    def tokenise(texts, _):
         if 7 in texts:
             raise ValueError("token 7")
         return texts_of([1] * len(texts))
@@ -642,7 +642,7 @@ def test_no_thread_outlives_an_error(packed, monkeypatch):
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
         next(make(packed).compute_parts(
-            [range(1000)], lambda texts: texts_of([9] * len(texts)), 4, [batching.Lane(device)], model=None, width=3,
+            [range(1000)], lambda texts, _: texts_of([9] * len(texts)), 4, [batching.Lane(device)], model=None, width=3,
             unit="text", show_progress_bar=False,
         ))  # fmt: skip
     assert error.traceback and threads() == before

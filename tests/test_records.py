@@ -247,7 +247,7 @@ def test_row_group_of_parquet_is_not_read_as_a_whole():
     before, most = pa.total_allocated_bytes(), 0
     for _, block in records.blocks(records.sources(["a.parquet"]), "text", pa.schema([]), lambda *_: True):
         most = max(most, pa.total_allocated_bytes() - before)
-        assert len(block.texts) <= 512
+        assert len(block.texts) <= records._BLOCK_ROWS
     assert 0 < most < 50 << 20
 
 
@@ -275,6 +275,10 @@ def test_first_blocks_of_parquet_have_few_rows(monkeypatch):
     assert sizes(["x" * 2000] * 100 + ["x"] * 100) == [1] * 100 + [64, 36]
     assert sizes(["x"] * 100 + ["x" * 2000] * 100) == [64, 36] + [1] * 100
     assert sizes(["x"] * 3) == [3] and passes == [8]
+    with monkeypatch.context() as patch:  # the second block tells more than the first one
+        patch.setattr(records, "_GROWTH", 4)
+        assert sizes(["x"] * 200) == [64, 36] * 2 and passes == [8, 32, 64, 64]
+        assert sizes(["x"] * 8 + ["x" * 500] * 92) == [2] * 50 and passes == [8, 32, 2]
     # A single long text is not repeated, for all that is known.
     assert sizes(["y" * 5000, *["x"] * 99]) == [19] * 5 + [5]  # by the size of the group
     assert sizes([*["x"] * 99, "y" * 5000]) == [19] * 5 + [5] and passes == [8, 19]

@@ -35,9 +35,9 @@ _CHUNKS = (512, 1024, 8192)
 # Number of tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the
 # tokenizer keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
-# Threads tokenise chunks of up to this number of texts, also where processes tokenise: the first chunk of a call, for
-# which the devices wait, and chunks of long texts, which keep the devices busy.
-FEW = 512
+# Threads tokenise chunks whose texts have more characters on average, also where processes tokenise. Such chunks keep
+# the devices busy.
+_LONG = 2048
 _MOST_HELPERS = 64  # threads that wait for processes that tokenise
 _CHARACTERS = 1 << 20  # maximum per chunk of several texts; the tokenizer needs about 100 bytes for each character
 _IN_FLIGHT = 8  # batches queued on the device before the caller waits for the oldest result
@@ -49,7 +49,8 @@ _MEDIUM_TOKENS = 1024  # capacities double up to the larger of this and the limi
 # "Shapes of packed batches".
 _OVERHEAD = 256
 
-Tokenise = Callable[[Sequence[Any]], "Tokens | Iterable[Encoding]"]
+# Tokenises texts. The second argument tells whether this must happen in this process.
+Tokenise = Callable[[Sequence[Any], bool], "Tokens | Iterable[Encoding]"]
 
 _log = logging.getLogger("jaxft")
 
@@ -330,7 +331,7 @@ class Batcher:
 
         Args:
           parts: the parts. Each is a sequence of texts or pairs, or `Tokens`.
-          tokenise: tokenises a list of texts.
+          tokenise: tokenises a list of texts; see `Tokenise`.
           batch_size: number of padded texts per batch. A packed batch has at most `batch_size * limit` tokens.
           lanes: the devices.
           model: the model, which is searched for the cause of a result that is not finite.
@@ -411,20 +412,20 @@ class Batcher:
         """
         alone = threading.Lock()  # held to tokenise a text of megabytes; several at a time could exhaust the memory
 
-        def tokens(first: int, texts: Any, is_heavy: bool) -> Tokens:
+        def tokens(first: int, texts: Any, stays: bool, is_heavy: bool) -> Tokens:
             if isinstance(texts, Tokens):
                 return texts
             with alone if is_heavy else contextlib.nullcontext():
                 try:
-                    found = tokenise(texts)
+                    found = tokenise(texts, stays)
                     return found if isinstance(found, Tokens) else Tokens.of(found, with_types=self.with_types)
                 except TextError as error:
                     raise TextError(first + error.index, texts[error.index], error.reason) from error
 
         most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
-        def pieces() -> Iterator[tuple[int, Sequence[Any], bool]]:
-            """Yields (position of the first text, texts, whether they exceed `_CHARACTERS`) of each chunk."""
+        def pieces() -> Iterator[tuple[int, Sequence[Any], bool, bool]]:
+            """Yields each chunk: first position, texts, whether they stay in this process, whether they are many characters."""
             first = 0
             for texts in parts:
                 weights = texts.lengths if isinstance(texts, Tokens) else map(self.characters, texts)
@@ -433,10 +434,13 @@ class Batcher:
                 while start < len(texts):
                     fitting = int(np.searchsorted(ends, ends[start] + _CHARACTERS, side="right")) - 1
                     stop = min(max(fitting, start + 1), start + size, len(texts))
-                    yield first + start, texts[start:stop], bool(ends[stop] - ends[start] > _CHARACTERS)
+                    characters = int(ends[stop] - ends[start])
+                    # The devices wait for the first chunk of the call, which all cores tokenise in this process.
+                    stays = first + start == 0 or characters > _LONG * (stop - start)
+                    yield first + start, texts[start:stop], stays, characters > _CHARACTERS
                     start, size = stop, min(size + size // 4, most)
                 first += len(texts)
-                yield first, texts[:0], False
+                yield first, texts[:0], True, False
 
         coming = deque[tuple[int, Future[Tokens] | Tokens]]()
         waiting, nothing = pieces(), Tokens.of([], with_types=self.with_types)
@@ -453,7 +457,7 @@ class Batcher:
                 return
         with ThreadPoolExecutor(max_workers=ahead) as threads, ThreadPoolExecutor(max_workers=_MOST_HELPERS) as more:
             for piece in itertools.chain(beginning, waiting):
-                pool = more if self.helpers and len(piece[1]) > FEW else threads
+                pool = threads if piece[2] or not self.helpers else more
                 coming.append((piece[0], pool.submit(tokens, *piece) if len(piece[1]) else nothing))
                 while len(coming) > ahead + self.helpers:
                     yield finished(*coming.popleft())

@@ -14,8 +14,8 @@ from typing import Any
 
 # Cores, and threads, of each process. BERT's tokenizers take one thread of a process, others take all of them. See
 # docs/performance-notes.md.
-_CORES = 4
-_LEAST, _MOST = 4, 16  # number of processes: fewer are slower than threads, and each has 35 to 65 MB
+_CORES = 2
+_LEAST, _MOST = 8, 16  # number of processes: fewer are slower than threads, and each has 35 to 65 MB
 _PIPE = 1 << 18  # bytes of a pipe: about a chunk, so that a thread that reads or writes it seldom waits for the lock
 
 _log = logging.getLogger("jaxft")

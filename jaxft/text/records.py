@@ -20,8 +20,9 @@ LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 MOST_EXPANSION = 200  # times its size that a compressed file may expand to; text takes about 4
 _LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
 _LINE_BYTES = 64  # memory of a line beside its bytes
-_BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 9  # of the rows that are read at once
-_FEW_ROWS = 16  # of the first block of a parquet file
+# Of the rows that are read at once. The thread that reads waits for the interpreter lock about twenty times a block.
+_BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 11
+_FEW_ROWS, _GROWTH = 16, 32  # rows of the first block of a parquet file; how much larger the next one may be
 _SHARED_ROWS = 1 << 14  # of a block of a dictionary column, whose texts are in memory once
 _BUFFER = 1 << 22  # bytes of a parquet column that are read at once
 _END = 1 << 16  # bytes at the end of a file that tell whether it has changed
@@ -391,8 +392,8 @@ def _batches(
 
     A file may have a long text once for many rows, so only a batch itself tells how many bytes its rows take. If they
     take too many, the group is read again from its start in smaller batches, and the rows that were yielded are left
-    out. A single long text does not count, since the rows after it may be short. If the first batch, of `size` rows,
-    takes few bytes, the group is read again in batches of up to `most` rows.
+    out. A single long text does not count, since the rows after it may be short. If a batch of fewer than `most` rows
+    takes few bytes, the group is read again in larger batches.
     """
     done = 0  # rows that were yielded
     while True:
@@ -405,8 +406,11 @@ def _batches(
             plain = [array for array in batch.columns if not hasattr(array, "dictionary")]
             nbytes = sum(array.nbytes for array in plain) - max(map(_longest, plain), default=0)
             right = max(len(batch) * _BLOCK_BYTES // max(nbytes, 1), 1)
-            if size > 4 * right or (size < most and len(batch) == size < right):
+            if size > 4 * right:
                 size = most = min(most, right)
+                break
+            if len(batch) == size < min(most, right):
+                size = min(most, right, _GROWTH * size)
                 break
             most = size
             if at + len(batch) > done:

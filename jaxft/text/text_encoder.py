@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _LONG = 1 << 16  # characters; a longer text may take much memory in each process at once
-_MANY = 8192  # processes start once an encoder has seen this number of texts in chunks of more than `batching.FEW`
+_MANY = 8192  # processes start once an encoder has seen this number of texts in chunks that processes may tokenise
 _OWN_PROMPTS = {"query": None, "document": None}
 _log = logging.getLogger("jaxft")
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
@@ -126,7 +126,7 @@ class Texts:
         self.long_texts, self._vocab_size = LongTexts(self.tokenizer, is_pair=is_pair), config.vocab_size
         self._padding: dict[str, Any] = {}
         self._processes: Processes | None = None
-        self._seen, self._guard = 0, threading.Lock()  # number of texts of large chunks
+        self._seen, self._guard = 0, threading.Lock()  # number of texts that processes may tokenise
         self.batcher = batching.Batcher(
             limit=limit, padding=config.pad_token_id, packed=packed,
             with_types=is_pair and token_types and config.type_vocab_size > 1,
@@ -143,9 +143,12 @@ class Texts:
         """Tokenises texts, or pairs, after a prompt."""
         return long_texts.encodings(self.long_texts, self._padding, prompt, texts)
 
-    def tokens(self, prompt: str, texts: Sequence[Any]) -> "Tokens | Iterator[Encoding]":
-        """Tokenises texts, or pairs, after a prompt. After many texts, starts processes, which then tokenise."""
-        if len(texts) <= batching.FEW or not _are_plain(texts):
+    def tokens(self, prompt: str, texts: Sequence[Any], stays: bool) -> "Tokens | Iterator[Encoding]":
+        """Tokenises texts, or pairs, after a prompt. After many texts, starts processes, which then tokenise.
+
+        If `stays` is true, this process tokenises.
+        """
+        if stays or not _are_plain(texts):
             return self.encodings(prompt, texts)
         with self._guard:
             self._seen += len(texts)
