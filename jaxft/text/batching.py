@@ -425,7 +425,7 @@ class Batcher:
         most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
         def pieces() -> Iterator[tuple[int, Sequence[Any], bool, bool]]:
-            """Yields each chunk: first position, texts, whether they stay in this process, whether they are many characters."""
+            """Yields each chunk: first position, texts, whether they stay in this process, whether they are heavy."""
             first = 0
             for texts in parts:
                 weights = texts.lengths if isinstance(texts, Tokens) else map(self.characters, texts)
