@@ -108,7 +108,9 @@ def test_exported_reranker_takes_every_activation(num_labels, tmp_path):
         np.testing.assert_array_equal(loaded.predict(PAIRS, **SIZE), encoder.predict(PAIRS, **SIZE))
     loaded.warmup(**SIZE, activation_fn=ACTIVATIONS["Sigmoid"])
     for options in (
-        {"activation_fn": ACTIVATIONS["Sigmoid"]}, {"apply_softmax": True}, {"activation_fn": lambda x: x + 1}
+        {"activation_fn": ACTIVATIONS["Sigmoid"]},
+        {"apply_softmax": True},
+        {"activation_fn": lambda x: x + 1},
     ):
         found, expected = (x.predict(PAIRS, **options, **SIZE) for x in (loaded, encoder))
         np.testing.assert_allclose(found, expected, rtol=1e-6, strict=True)

@@ -273,7 +273,7 @@ class CrossEncoder:
           ValueError: see `SentenceEncoder.export`, or `activation_fn` has no name in PyTorch.
         """
         settings = self._settings("export")
-        last_steps = _name_of(self.activation_fn), False
+        last_steps = str(_name_of(self.activation_fn)), False
         lengths = [None, np.int32(0)] if self._needs_prompt_length else [None]
         self._save(path, settings, exported=exported.contents(
             type(self).__name__, path, self._score, self.model, [self._pairs.batcher],
