@@ -43,6 +43,7 @@ import jaxft
 import plain_encoders
 import report
 import shapes
+import startup
 import timing
 import tiny
 import tune
@@ -260,6 +261,36 @@ def test_no_case_is_an_error(script, tmp_path):
     with pytest.raises(SystemExit, match="no case was measured"):
         script.main(["--quick", "--out", str(tmp_path), "--only", "99x99"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_startup_writes_the_medians_of_fresh_processes(tmp_path, monkeypatch, capsys):
+    times = {"cold": iter([(1.5, 6.0), (1.2, 5.0), (9.0, 5.5)]), "warm": iter([(0.1, 0.5), (0.2, 0.4), (0.3, 0.3)])}
+    empty, cases = set(), []
+
+    def run(command, *, env, **_):
+        case = "cold" if (cache := env["JAXFT_COMPILATION_CACHE"]) not in empty else "warm"
+        empty.add(cache)
+        cases.append(case)
+        first, texts = next(times[case])
+        found = {"first query": first, "texts": texts, "count": 3000, "dtype": "bfloat16", "device": "NVIDIA H100"}
+        return subprocess.CompletedProcess(command, 0, json.dumps(found))
+
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    monkeypatch.setenv("JAXFT_COMMIT", "abc")
+    monkeypatch.setenv("JAXFT_TEST_CHECKPOINT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["startup.py", "--only", "cold", "warm", "--out", str(tmp_path / "rows")])
+    startup.main()
+    assert cases == ["cold", "warm"] * 3 and len(capsys.readouterr().out.splitlines()) == 6
+    rows = timing.read_rows(tmp_path / "rows" / "NVIDIA_H100.csv")
+    found = {(row["implementation"], row["shape"]): (row["p50"], row["rate"]) for row in rows}
+    assert found == {
+        ("jaxft", "1"): ("200000.00", "0.005"), ("jaxft", "3000"): ("400000.00", "7.5"),
+        ("jaxft, empty cache", "1"): ("1500000.00", "0.0006667"),
+        ("jaxft, empty cache", "3000"): ("5500000.00", "0.5455"),
+    }  # fmt: skip
+    assert {(row["op"], row["dtype"], row["metric"]) for row in rows} == {("start-up MiniLM-L6", "bfloat16", "wall_us")}
+    title, _, table = report.tables(rows)
+    assert title.startswith("## Fresh processes") and "| 7.50x |" in table and "| 13.75x |" in table
 
 
 # --- Launch configurations -----------------------------------------------------------------------------------------
