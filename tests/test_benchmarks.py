@@ -670,6 +670,8 @@ def test_committed_results_have_each_case_once():
 def root(tmp_path):
     """A project with results of two devices."""
     (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nby hand\n{report.END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "startup.md").write_text(f"before\n{report.LATENCY}\nby hand\n{report.END}\nafter\n")
     rows = [
         row("jaxft", "90.00", date="2026-01-01"),
         row("jaxft", "100.00"),
@@ -1041,6 +1043,30 @@ def test_rows_of_transformers(tiny_modern, tmp_path):
         (cases[0].op, "transformers", "3.00", "sdpa; torch 9"),
         (cases[1].op, "transformers", "nan", "failed: not done after 5 s"),
     ]
+
+
+def test_report_compares_latencies_of_one_commit_with_the_goals(root):
+    blocking = {"metric": "blocking_us", "shape": "1x16"}
+    rows = [
+        row("jaxft", "545.00", **blocking), row("jaxft, constants", "500.00", **blocking),
+        row("jaxft, joined", "403.00", **blocking) | {"commit": "other"},
+        row("jaxft", "81000.00", "start-up MiniLM-L6", "wall_us", shape="1"),
+        row("jaxft, empty cache", "5100000.00", "start-up MiniLM-L6", "wall_us", shape="3000"),
+    ]  # fmt: skip
+    timing.write_rows(rows, root / "benchmarks" / "results", "NVIDIA H200")
+    older = [row(name, "1.00", date="2026-01-01", **blocking) for name in ("jaxft", "jaxft, constants")]
+    older += [row("jaxft", "8.00"), row("xla", "9.00")]  # for the figure
+    timing.write_rows(older, root / "benchmarks" / "results", "NVIDIA A100")
+    report.write(root)
+    page = (root / "docs" / "startup.md").read_text()
+    assert page.startswith(f"before\n{report.LATENCY}\n| what |") and page.endswith(f"\n{report.END}\nafter\n")
+    lines = [line for line in page.splitlines() if "| NVIDIA H200, 2026-01-02 |" in line]
+    assert [line.split(" | ")[2:] for line in lines] == [
+        ["jaxft, constants", "545 us", "500 us", "1.09", "1.08 |"],
+        ["-", "0.08 s", "-", "-", "0.30 s |"],
+        ["-", "5.10 s", "-", "-", "8.00 s |"],
+    ]
+    assert page.count("| not measured |") == len(report.GOALS) - 3
 
 
 def test_modern_rows_have_targets(root):
