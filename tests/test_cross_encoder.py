@@ -509,10 +509,13 @@ def test_logits_beyond_the_range_are_errors(folders, name):
             encoder.predict(PAIRS)
 
 
-def test_own_activation_gets_all_logits(folders):
+def test_own_activation_gets_all_logits(folders, compiled):
     encoder = CrossEncoder.from_pretrained(folders["bert"])
     pairs, given = [("the river", text) for text in (DOCUMENTS * 5)[:9]], []
+    encoder.predict(pairs)
+    compiled.clear()
     encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
+    assert compiled == []  # the program is that of the encoder's own activation
     encoder.activation_fn = lambda x: given.append(x.shape) or (x > 0)
     scores = encoder.predict(pairs[:5])
     scores += 1

@@ -446,7 +446,8 @@ class CrossEncoder:
         one = len(parts) == 1 and len(parts[0]) == 1
         labels = self.num_labels
         name, softmax = _name_of(activation_fn), labels > 1 and bool(apply_softmax)
-        last_steps = self._exported_steps or (("Identity", False) if name is None else (name, softmax))
+        own = _name_of(self.activation_fn) or "Identity"  # any program has the logits
+        last_steps = self._exported_steps or ((own, False) if name is None else (name, softmax))
         given = functools.partial(_given, prompt_length, last_steps)
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=one)
         if read.are_shapes:
