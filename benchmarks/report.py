@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks/ and the README's table from the CSV files in benchmarks/results/.
+"""Writes docs/benchmarks/ and the tables of README.md and docs/startup.md from the CSV files in benchmarks/results/.
 
 Running it twice changes nothing. `--check` writes nothing and exits with 1 if a file is not what it would write.
 """
@@ -15,7 +15,7 @@ import shapes
 import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- table: peers -->", "<!-- end -->"
+BEGIN, LATENCY, END = "<!-- table: peers -->", "<!-- table: latency -->", "<!-- end -->"
 PEERS = "peers, "
 #: Start of an op -> title of its section. An op belongs to the first that fits. Ops of FP8 belong to "fp8".
 TITLES = {
@@ -31,6 +31,7 @@ TITLES = {
     "train on GPUs": "Training steps on one and several GPUs, the same number of texts for each GPU",
     "encode short texts": "Short texts from memory, and from parquet to parquet",
     "encode one text": "One text to its embedding with the tokenizer",
+    "start-up": "Fresh processes: the first query, then 3,000 texts, with stored programs and without",
     "attention, back to back": "Attention of packed sequences: rows, sequences, longest, heads, head size",
     "attention, relative bias": "Attention with a table of biases by relative position",
     "attention": "Attention from packed QKV",
@@ -96,6 +97,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "train on GPUs": ("wall_us",),
         "encode short texts": ("wall_us",),
         "encode one text": ("wall_us",),
+        "start-up": ("wall_us",),
         "linear_cross_entropy": ("device_us", "temporary_mib"),
         "semantic_search": ("wall_us",),
         "fuse": ("device_us", "queued_us", "temporary_mib"),
@@ -347,6 +349,67 @@ def new_figure(size: tuple[float, float], **options: Any) -> tuple[Any, Any, Any
     return figure, axes, pyplot
 
 
+# --- Latency -------------------------------------------------------------------------------------------------------
+
+
+class Goal(NamedTuple):
+    """A time that jaxft should reach: a part of the time of `other`, or a number of microseconds."""
+
+    text: str
+    op: str
+    shape: str
+    metric: str
+    limit: float
+    other: str | None = None
+    ours: str = "jaxft"
+
+
+_LAYERS, _ONE = "encoder BERT-base erf GELU", "peers, encode one query, "
+GOALS = (
+    Goal("BERT-base, 1x16, call", _LAYERS, "1x16", "blocking_us", 1.08, "jaxft, constants"),
+    Goal("the same, `join_kernels`", _LAYERS, "1x16", "blocking_us", 1.08, "jaxft, constants", "jaxft, joined"),
+    Goal("BERT-base, 1x128, GPU", _LAYERS, "1x128", "device_us", 0.55, "xla"),
+    Goal("BERT-base, 1x16, GPU", _LAYERS, "1x16", "device_us", 0.66, "xla"),
+    Goal("one query, BERT-base", f"{_ONE}BERT-base", "1", "wall_us", 1 / 10, "sentence-transformers"),
+    Goal("one query, MiniLM", f"{_ONE}MiniLM-L6", "1", "wall_us", 1 / 6, "sentence-transformers"),
+    Goal("first query", "start-up MiniLM-L6", "1", "wall_us", 1e6, ours="jaxft, empty cache"),
+    Goal("first query, stored programs", "start-up MiniLM-L6", "1", "wall_us", 0.3e6),
+    Goal("3,000 texts after it", "start-up MiniLM-L6", "3000", "wall_us", 8e6, ours="jaxft, empty cache"),
+    Goal("3,000 texts, stored programs", "start-up MiniLM-L6", "3000", "wall_us", 1.5e6),
+)
+
+
+def latency_table(rows_of: Mapping[str, Sequence[timing.Row]]) -> list[str]:
+    """Returns the table of `GOALS`, in lines. It compares rows of one commit, the newest ones. `rows_of`: by device."""
+    lines = [["what", "GPU and date", "compared with", "time", "its time", "ratio", "goal"]]
+    for goal in GOALS:
+        found: list[tuple[str, str, float, float]] = []
+        for device, rows in rows_of.items():
+            times = {
+                row["implementation"]: row
+                for row in rows
+                if (row["op"], row["shape"], row["metric"], row["dtype"]) == (*goal[1:4], "bfloat16")
+            }
+            own, other = times.get(goal.ours), times.get(goal.other or goal.ours)
+            if own and other and own["commit"] == other["commit"]:
+                found.append((own["date"], device, float(own["p50"]), float(other["p50"])))
+        if not found:
+            lines.append([goal.text, "not measured", goal.other or "-", "-", "-", "-", _goal(goal)])
+            continue
+        date, device, ours, others = max(found)
+        cells = [_duration(others), f"{ours / others:.2f}"] if goal.other else ["-", "-"]
+        lines.append([goal.text, f"{device}, {date}", goal.other or "-", _duration(ours), *cells, _goal(goal)])
+    return markdown(lines).splitlines()
+
+
+def _goal(goal: Goal) -> str:
+    return f"{goal.limit:.2f}" if goal.other else _duration(goal.limit)
+
+
+def _duration(us: float) -> str:
+    return f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.2f} ms" if us < 1e4 else f"{us / 1e6:.2f} s"
+
+
 # --- Files ---------------------------------------------------------------------------------------------------------
 
 
@@ -354,8 +417,10 @@ def outputs(root: Path) -> dict[Path, str | Figure]:
     """Returns what the files must hold."""
     docs, found, lines = root / "docs" / "benchmarks", dict[Path, str | Figure](), []
     compared: dict[str, tuple[str, list[timing.Row]]] = {}  # newest date -> device, rows of other libraries
+    rows_of: dict[str, list[timing.Row]] = {}
     for path in sorted((root / "benchmarks" / "results").glob("*.csv")):
         rows, device = timing.newest(timing.read_rows(path)), path.stem.replace("_", " ")
+        rows_of[device] = rows
         dates, versions = (sorted({row[column] for row in rows}) for column in ("date", "jax"))
         measured = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} with JAX {', '.join(versions)}"
         parts = [f"# {device}", f"Measured {measured}. `benchmarks/results/{path.name}` has the numbers."]
@@ -371,14 +436,19 @@ def outputs(root: Path) -> dict[Path, str | Figure]:
     if compared:
         device, others = compared[max(compared)]
         found[docs / "peers.png"] = peers_figure(others, device)
-        readme = root / "README.md"
-        before, begin, rest = readme.read_text().partition(f"{BEGIN}\n")
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            raise SystemExit(f"{readme}: expected a line {BEGIN} and after it a line {END}")
         lines = [f"{device}. {line}" if line.startswith("Medians") else line for line in peers_table(others)]
-        found[readme] = "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
+        found[root / "README.md"] = between(root / "README.md", BEGIN, lines)
+    found[root / "docs" / "startup.md"] = between(root / "docs" / "startup.md", LATENCY, latency_table(rows_of))
     return found
+
+
+def between(path: Path, begin: str, lines: Sequence[str]) -> str:
+    """Returns the text of a file with other lines between the line `begin` and the line `END` after it."""
+    before, first, rest = path.read_text().partition(f"{begin}\n")
+    _, end, after = rest.partition(END)
+    if not (first and end):
+        raise SystemExit(f"{path}: expected a line {begin} and after it a line {END}")
+    return "\n".join([f"{before}{begin}", *lines, f"{END}{after}"])
 
 
 INDEX = """# Benchmarks

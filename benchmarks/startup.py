@@ -1,7 +1,8 @@
 """Times fresh processes: the first query and 3,000 texts, with a cold and a warm compilation cache, and `warmup`.
 
-Each case runs in a process of its own. MiniLM in bfloat16 on a GPU, in float32 elsewhere: the checkpoint that
-JAXFT_TEST_CHECKPOINT names, otherwise random weights of its shape. Prints one JSON object a case; times are in seconds.
+Each case runs in a process of its own, `--repeats` times. MiniLM in bfloat16 on a GPU, in float32 elsewhere: the
+checkpoint that JAXFT_TEST_CHECKPOINT names, otherwise random weights of its shape. Prints one JSON object a process;
+times are in seconds. Adds the medians of the cases "cold" and "warm" to the CSV file of the device.
 """
 
 import argparse
@@ -14,8 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import timing
 
 _FLAG = "--xla_gpu_autotune_level=0"
 # Case: (environment, arguments of the child). The second of a pair finds the programs of the first.
@@ -78,8 +83,9 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     jaxft.use_compilation_cache()
     gpu = jax.default_backend() == "gpu"
+    dtype = "bfloat16" if gpu else "float32"
     lap("import")
-    encoder = jaxft.SentenceEncoder.from_pretrained(folder, dtype="bfloat16" if gpu else "float32")
+    encoder = jaxft.SentenceEncoder.from_pretrained(folder, dtype=dtype)
     lap("load")
     given = texts(3000 if gpu else 300)
 
@@ -137,13 +143,31 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
                 name: round(b - a, 4) for name, (a, b) in zip(steps_of_shape, itertools.pairwise(times), strict=True)
             }
             found[shape]["custom calls"] = lowered.as_text().count("custom_call")
-    return found | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    return found | {"count": len(given), "dtype": dtype, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def rows(found: Mapping[str, Sequence[dict[str, Any]]]) -> "list[timing.Row]":
+    """Makes rows of the results of the cases "cold" and "warm"."""
+    import timing  # imports JAX, whose import `child` times
+
+    made = []
+    for case, implementation in (("warm", "jaxft"), ("cold", "jaxft, empty cache")):
+        for name in ("first query", "texts"):
+            if results := found.get(case):
+                count = results[0]["count"] if name == "texts" else 1
+                key = {"op": "start-up MiniLM-L6", "direction": "forward", "shape": str(count)}
+                key["dtype"] = results[0]["dtype"]
+                times = [1e6 * result[name] for result in results]
+                made.append(timing.as_row(key, implementation, "wall_us", times, 1e9 * count, "ktext/s"))
+    return [row | timing.origin() for row in made]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs="+", help="the folder and the steps, for the processes that this one starts")
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=CASES, help="names of cases")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each case (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the CSV file (default: benchmarks/results)")
     args = parser.parse_args()
     if args.child:
         folder, *steps = args.child
@@ -159,7 +183,8 @@ def main() -> None:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(["benchmarks", *sys.path[1:]])}
             subprocess.run([sys.executable, "-c", code, folder], check=True, env=environment)
         cache = ""
-        for name in args.only:
+        results: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+        for name in args.only * args.repeats:
             environment, steps = CASES[name]
             if "warm " not in f"{name} ":
                 cache = tempfile.mkdtemp(dir=scratch)
@@ -172,6 +197,12 @@ def main() -> None:
             found = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.returncode}
             print(json.dumps(head | found, allow_nan=False))
             sys.stdout.flush()
+            if "failed" not in found:
+                results[name].append(found)
+    if made := rows(results):
+        import timing
+
+        timing.write_rows(made, args.out or timing.RESULTS, next(of_case[0]["device"] for of_case in results.values()))
 
 
 if __name__ == "__main__":

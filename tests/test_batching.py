@@ -15,7 +15,7 @@ import pytest
 from cases import seeds
 from jaxft import dispatch
 from jaxft.text import batching
-from jaxft.text.batching import Batcher, Bucket, Tokens
+from jaxft.text.batching import Batcher, Bucket, Lane, Tokens
 
 PADDING = 99
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -515,6 +515,51 @@ def test_other_errors_pass(when, error, caplog):
     with pytest.raises(type(error), match="broken"):
         run(make(True), texts_of([64] * 20), 4, device)
     assert not caplog.messages
+
+
+# --- One text alone ------------------------------------------------------------------------------------------------
+
+
+def alone(batcher, texts, lane, **options):
+    """Returns the result of a call with one text, which is its own encoding."""
+    options = {"model": None, "width": 3, "unit": "text", "show_progress_bar": None, "dtype": np.int64} | options
+    (found,) = batcher.compute_parts([texts], lambda texts, _: texts, 8, [lane], **options)
+    return found
+
+
+@PACKED
+def test_text_alone_has_its_own_way(packed, monkeypatch):
+    """A query waits for its result, so it pays for no thread, queue or progress bar."""
+    texts, device, bar = texts_of([9]), Device(), Device()
+    expected = alone(make(packed), texts, Lane(bar), show_progress_bar=True)
+    monkeypatch.setattr(batching.Batcher, "run_on", None)
+    monkeypatch.setattr(batching, "progress_bar", None)
+    np.testing.assert_array_equal(alone(make(packed), texts, Lane(device)), expected)
+    assert expected.tolist() == [[9, sum(texts[0].ids), 0]] and device.shapes == bar.shapes
+    np.testing.assert_array_equal(alone(make(packed), Tokens.of(texts, with_types=False), Lane(device)), expected)
+
+
+@pytest.mark.parametrize("when", ["dispatch", "reading"])
+def test_text_alone_is_tried_again_with_less_memory(when, caplog):
+    class BusyDevice(SmallDevice):
+        def __call__(self, batch):
+            self.memory = 64 * (self.failures > 1)  # another process frees memory
+            return super().__call__(batch)
+
+    texts = texts_of([64])
+    found = alone(make(True), texts, Lane(BusyDevice(0, when)))
+    assert found.tolist() == [[64, sum(texts[0].ids), 0]]
+    assert [message[-14:] for message in caplog.messages] == ["(batch_size=4)", "(batch_size=2)"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        alone(make(True), texts, Lane(SmallDevice(0, when)))
+
+
+def test_text_alone_waits_for_its_program():
+    """The caller waits before the batch is started, so that an interrupt ends the call."""
+    waited = []
+    lane = Lane(lambda batch: waited.append("started") or Device()(batch), wait=lambda _: waited.append("waited"))
+    alone(make(True), texts_of([5]), lane)
+    assert waited == ["waited", "started"]
 
 
 # --- Tokenising ----------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ import jaxft
 import plain_encoders
 import report
 import shapes
+import startup
 import timing
 import tiny
 import tune
@@ -260,6 +261,36 @@ def test_no_case_is_an_error(script, tmp_path):
     with pytest.raises(SystemExit, match="no case was measured"):
         script.main(["--quick", "--out", str(tmp_path), "--only", "99x99"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_startup_writes_the_medians_of_fresh_processes(tmp_path, monkeypatch, capsys):
+    times = {"cold": iter([(1.5, 6.0), (1.2, 5.0), (9.0, 5.5)]), "warm": iter([(0.1, 0.5), (0.2, 0.4), (0.3, 0.3)])}
+    empty, cases = set(), []
+
+    def run(command, *, env, **_):
+        case = "cold" if (cache := env["JAXFT_COMPILATION_CACHE"]) not in empty else "warm"
+        empty.add(cache)
+        cases.append(case)
+        first, texts = next(times[case])
+        found = {"first query": first, "texts": texts, "count": 3000, "dtype": "bfloat16", "device": "NVIDIA H100"}
+        return subprocess.CompletedProcess(command, 0, json.dumps(found))
+
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    monkeypatch.setenv("JAXFT_COMMIT", "abc")
+    monkeypatch.setenv("JAXFT_TEST_CHECKPOINT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["startup.py", "--only", "cold", "warm", "--out", str(tmp_path / "rows")])
+    startup.main()
+    assert cases == ["cold", "warm"] * 3 and len(capsys.readouterr().out.splitlines()) == 6
+    rows = timing.read_rows(tmp_path / "rows" / "NVIDIA_H100.csv")
+    found = {(row["implementation"], row["shape"]): (row["p50"], row["rate"]) for row in rows}
+    assert found == {
+        ("jaxft", "1"): ("200000.00", "0.005"), ("jaxft", "3000"): ("400000.00", "7.5"),
+        ("jaxft, empty cache", "1"): ("1500000.00", "0.0006667"),
+        ("jaxft, empty cache", "3000"): ("5500000.00", "0.5455"),
+    }  # fmt: skip
+    assert {(row["op"], row["dtype"], row["metric"]) for row in rows} == {("start-up MiniLM-L6", "bfloat16", "wall_us")}
+    title, _, table = report.tables(rows)
+    assert title.startswith("## Fresh processes") and "| 7.50x |" in table and "| 13.75x |" in table
 
 
 # --- Launch configurations -----------------------------------------------------------------------------------------
@@ -639,6 +670,8 @@ def test_committed_results_have_each_case_once():
 def root(tmp_path):
     """A project with results of two devices."""
     (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nby hand\n{report.END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "startup.md").write_text(f"before\n{report.LATENCY}\nby hand\n{report.END}\nafter\n")
     rows = [
         row("jaxft", "90.00", date="2026-01-01"),
         row("jaxft", "100.00"),
@@ -1010,6 +1043,30 @@ def test_rows_of_transformers(tiny_modern, tmp_path):
         (cases[0].op, "transformers", "3.00", "sdpa; torch 9"),
         (cases[1].op, "transformers", "nan", "failed: not done after 5 s"),
     ]
+
+
+def test_report_compares_latencies_of_one_commit_with_the_goals(root):
+    blocking = {"metric": "blocking_us", "shape": "1x16"}
+    rows = [
+        row("jaxft", "545.00", **blocking), row("jaxft, constants", "500.00", **blocking),
+        row("jaxft, joined", "403.00", **blocking) | {"commit": "other"},
+        row("jaxft", "81000.00", "start-up MiniLM-L6", "wall_us", shape="1"),
+        row("jaxft, empty cache", "5100000.00", "start-up MiniLM-L6", "wall_us", shape="3000"),
+    ]  # fmt: skip
+    timing.write_rows(rows, root / "benchmarks" / "results", "NVIDIA H200")
+    older = [row(name, "1.00", date="2026-01-01", **blocking) for name in ("jaxft", "jaxft, constants")]
+    older += [row("jaxft", "8.00"), row("xla", "9.00")]  # for the figure
+    timing.write_rows(older, root / "benchmarks" / "results", "NVIDIA A100")
+    report.write(root)
+    page = (root / "docs" / "startup.md").read_text()
+    assert page.startswith(f"before\n{report.LATENCY}\n| what |") and page.endswith(f"\n{report.END}\nafter\n")
+    lines = [line for line in page.splitlines() if "| NVIDIA H200, 2026-01-02 |" in line]
+    assert [line.split(" | ")[2:] for line in lines] == [
+        ["jaxft, constants", "545 us", "500 us", "1.09", "1.08 |"],
+        ["-", "0.08 s", "-", "-", "0.30 s |"],
+        ["-", "5.10 s", "-", "-", "8.00 s |"],
+    ]
+    assert page.count("| not measured |") == len(report.GOALS) - 3
 
 
 def test_modern_rows_have_targets(root):

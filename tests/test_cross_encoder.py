@@ -11,6 +11,7 @@ from flax import nnx
 import peer_models
 import tiny
 from cases import slow
+from jaxft import dispatch
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification
@@ -474,21 +475,51 @@ def test_top_k(reranker, top_k):
     assert [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS, top_k=top_k)] == whole[:top_k]
 
 
-def test_activation_sees_few_shapes(folders, monkeypatch):
-    """JAX compiles the activation for each shape. A user's activation gets the logits as they are."""
-    own, seen = cross_encoder.ACTIVATIONS["Sigmoid"], []
-    monkeypatch.setitem(cross_encoder.ACTIVATIONS, "Sigmoid", lambda x: seen.append(x.shape) or own(x))
+def test_activation_is_part_of_the_program(folders, compiled, monkeypatch):
+    """A query then has one launch and one wait, and no number of pairs needs a program of its own."""
     encoder = CrossEncoder.from_pretrained(folders["bert"])
     pairs = [("the river", text) for text in (DOCUMENTS * 5)[:9]]
-    scores = [encoder.predict(pairs[:count]) for count in range(1, 10)]
-    assert {*seen} == {(1, 1), (2, 1), (4, 1), (8, 1), (16, 1)}
-    for count, found in enumerate(scores, start=1):
+    expected = encoder.predict(pairs)
+    compiled.clear()
+    monkeypatch.setattr(dispatch, "to_device", None)
+    for count in range(1, 10):
+        found = encoder.predict(pairs[:count])
         assert found.shape == (count,)
-        np.testing.assert_allclose(found, scores[-1][:count], atol=1e-6)
-    given = []
+        np.testing.assert_allclose(found, expected[:count], atol=1e-6)
+    assert len(compiled) == 4  # 1, 2, 4 and 8 pairs, after 16
+
+
+@pytest.mark.parametrize("name", cross_encoder.ACTIVATIONS)
+def test_activation_of_the_program_has_the_functions_values(classifier, name):
+    function, logits = cross_encoder.ACTIVATIONS[name], classifier.predict(PAIRS)
+    scores = classifier.predict(PAIRS, activation_fn=function)
+    np.testing.assert_allclose(scores, function(logits), rtol=1e-6, atol=1e-7)
+    softmax = classifier.predict(PAIRS, activation_fn=function, apply_softmax=True)
+    np.testing.assert_allclose(softmax, jax.nn.softmax(function(logits), axis=-1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["Sigmoid", "Tanh"])
+def test_logits_beyond_the_range_are_errors(folders, name):
+    """The activation would make finite scores of infinite logits."""
+    encoder = CrossEncoder.from_pretrained(folders["bert"], activation_fn=cross_encoder.ACTIVATIONS[name])
+    for value in (jnp.inf, jnp.nan):
+        bias = encoder.model.head.out_bias
+        bias[...] = jnp.full_like(bias[...], value)
+        with pytest.raises(ValueError, match=r"texts\[0\] .* is not finite: .*head.out_bias has NaN"):
+            encoder.predict(PAIRS)
+
+
+def test_own_activation_gets_all_logits(folders, compiled):
+    encoder = CrossEncoder.from_pretrained(folders["bert"])
+    pairs, given = [("the river", text) for text in (DOCUMENTS * 5)[:9]], []
+    encoder.predict(pairs)
+    compiled.clear()
     encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
+    assert compiled == []  # the program is that of the encoder's own activation
     encoder.activation_fn = lambda x: given.append(x.shape) or (x > 0)
-    assert encoder.predict(pairs[:5]).dtype == np.float32
+    scores = encoder.predict(pairs[:5])
+    scores += 1
+    assert scores.dtype == np.float32
     assert given == [(9, 1), (5, 1)]
     with pytest.raises(ValueError, match=r"predict: activation_fn must return the shape \(9, 1\), got \(9,\)"):
         encoder.predict(pairs, activation_fn=lambda x: x[:, 0])

@@ -26,6 +26,7 @@ from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncod
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.text import exported
+from jaxft.text.cross_encoder import ACTIVATIONS
 from test_saving import PAIRS, TEXTS, bert, content, embedder, modular_scorer, scorer
 
 pytest.importorskip("flatbuffers")
@@ -95,6 +96,27 @@ def test_exported_folder_gives_the_same_bits(make, tmp_path):
     loaded = type(encoder).from_exported(tmp_path / "folder")
     for found, expected in zip(numbers(loaded), numbers(encoder), strict=True):
         np.testing.assert_array_equal(found, expected, strict=True)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_exported_reranker_takes_every_activation(num_labels, tmp_path):
+    """The program computes the encoder's own activation. Others are computed from the program's logits."""
+    encoder = scorer(num_labels, activation_fn=ACTIVATIONS["Tanh"])
+    encoder.export(tmp_path, **SIZE)
+    loaded = CrossEncoder.from_exported(tmp_path)
+    with mock.patch.object(dispatch, "to_device", None):  # neither the activation nor anything else comes afterwards
+        np.testing.assert_array_equal(loaded.predict(PAIRS, **SIZE), encoder.predict(PAIRS, **SIZE))
+    loaded.warmup(**SIZE, activation_fn=ACTIVATIONS["Sigmoid"])
+    for options in (
+        {"activation_fn": ACTIVATIONS["Sigmoid"]},
+        {"apply_softmax": True},
+        {"activation_fn": lambda x: x + 1},
+    ):
+        found, expected = (x.predict(PAIRS, **options, **SIZE) for x in (loaded, encoder))
+        np.testing.assert_allclose(found, expected, rtol=1e-6, strict=True)
+    for x in (loaded, encoder):
+        x.activation_fn = ACTIVATIONS["Identity"]
+    np.testing.assert_array_equal(loaded.predict(PAIRS, **SIZE), encoder.predict(PAIRS, **SIZE))
 
 
 def test_exported_options_are_those_of_encode(tmp_path):

@@ -60,7 +60,7 @@ def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, low
     _, compute, options = load(kind, model, tmp_path, packed)
     before = len(lowered)
     found = compute(TEXTS, **options), compute(TEXTS[:1], **options)
-    assert len(lowered) - before <= (2 if kind in ("cross", "sparse") else 0)  # small functions of these encoders
+    assert len(lowered) == before
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))  # SciPy's sparse arrays
         np.testing.assert_array_equal(a, b)

@@ -379,6 +379,11 @@ class Batcher:
             return part
 
         total = len(parts[0]) if isinstance(parts, list) and len(parts) == 1 else None
+        if total == 1 and not show_progress_bar:
+            (texts,) = opened()
+            self._compute_alone(texts, tokenise, batch_size, lanes[0], receive)
+            yield open_parts[0].results
+            return
         # If an error is raised, `closing` ends the threads that tokenise and that read results.
         with (
             contextlib.closing(self.tokenised_parts(opened(), tokenise)) as chunks,
@@ -413,14 +418,8 @@ class Batcher:
         alone = threading.Lock()  # held to tokenise a text of megabytes; several at a time could exhaust the memory
 
         def tokens(first: int, texts: Any, stays: bool, is_heavy: bool) -> Tokens:
-            if isinstance(texts, Tokens):
-                return texts
             with alone if is_heavy else contextlib.nullcontext():
-                try:
-                    found = tokenise(texts, stays)
-                    return found if isinstance(found, Tokens) else Tokens.of(found, with_types=self.with_types)
-                except TextError as error:
-                    raise TextError(first + error.index, texts[error.index], error.reason) from error
+                return self._tokens(first, texts, tokenise, stays)
 
         most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
@@ -463,6 +462,27 @@ class Batcher:
                     yield finished(*coming.popleft())
             yield from itertools.starmap(finished, coming)
 
+    def _tokens(self, first: int, texts: Any, tokenise: Tokenise, stays: bool) -> Tokens:
+        """Tokenises a chunk, whose first text is at the position `first`. See `Tokenise`."""
+        if isinstance(texts, Tokens):
+            return texts
+        try:
+            found = tokenise(texts, stays)
+            return found if isinstance(found, Tokens) else Tokens.of(found, with_types=self.with_types)
+        except TextError as error:
+            raise TextError(first + error.index, texts[error.index], error.reason) from error
+
+    def _compute_alone(
+        self, text: Any, tokenise: Tokenise, batch_size: int, lane: Lane, receive: Callable[[np.ndarray, Any], Any]
+    ) -> None:  # fmt: skip
+        """Computes a part of one text as `run_on` does, in half of the host's time: nothing can overlap with it."""
+        tokens = self._tokens(0, text, tokenise, True)
+        (cut,) = self._cut(np.zeros(1, np.int64), tokens, batch_size, lane, set(), last=True)
+        lane.wait(cut.batch)
+        work = _Work(cut, _finished(self._start(cut, lane)))
+        for _ in self._finish(work, lane, lane, functools.partial(self._read, receive)):
+            pass
+
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], Any]
     ) -> Generator[tuple[np.ndarray, Any]]:
@@ -489,17 +509,7 @@ class Batcher:
 
         If a device runs out of memory, its `batch_size` is halved for this batch, the rest of the call and later calls.
         """
-
-        def read(work: _Work) -> Any:
-            positions, texts, _, _ = work.cut
-            result = work.started.result()
-            if isinstance(result, jax.errors.JaxRuntimeError):
-                raise result
-            if isinstance(result, tuple):
-                return receive(positions, self._features(texts, *map(_to_numpy, result)))
-            return receive(positions, _to_numpy(result)[: len(positions)])
-
-        is_first = True
+        read, is_first = functools.partial(self._read, receive), True
         try:
             for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
                 for lane in lanes:
@@ -610,6 +620,16 @@ class Batcher:
                     self._halve(cut.batch_size, lane)
                 return error
         return result
+
+    def _read(self, receive: Callable[[np.ndarray, Any], Any], work: _Work) -> Any:
+        """Waits for the result of a batch. Returns what `receive` makes of it, or raises the error of the batch."""
+        positions, texts, _, _ = work.cut
+        result = work.started.result()
+        if isinstance(result, jax.errors.JaxRuntimeError):
+            raise result
+        if isinstance(result, tuple):
+            return receive(positions, self._features(texts, *map(_to_numpy, result)))
+        return receive(positions, _to_numpy(result)[: len(positions)])
 
     def _halve(self, batch_size: int, lane: Lane) -> None:
         """Limits the batches of a lane to half of a size that did not fit."""

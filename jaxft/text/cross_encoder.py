@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
+LastSteps = tuple[str, bool]  # of a program: the name of the activation, and whether a softmax follows
 
 # Activations of scores `[n, num_labels]` by the names of PyTorch's classes, which files contain.
 ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
@@ -39,7 +40,6 @@ ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
     "LogSoftmax": jax.nn.log_softmax,
     "Softmin": lambda x: jax.nn.softmax(-x),
 }
-_ROWS = 1024  # most rows that a built-in activation gets at a time, a power of two
 
 
 class CrossEncoder:
@@ -99,15 +99,20 @@ class CrossEncoder:
 
         def score(
             arrays: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int,
-            prompt_length: jax.Array | None, rebuild: Rebuild,
+            prompt_length: jax.Array | None, rebuild: Rebuild, last_steps: LastSteps,
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
             call = batching.sequences(input_ids, lengths, longest)
             if isinstance(module, EmbeddingModel):
                 call["prompt_lengths"] = prompt_length
-            return module(input_ids, token_type_ids=types, deterministic=True, **call).astype(jnp.float32)
+            logits = module(input_ids, token_type_ids=types, deterministic=True, **call).astype(jnp.float32)
+            # The barrier keeps the logits the same to the bit for all activations.
+            logits = jax.lax.optimization_barrier(logits)
+            name, softmax = last_steps
+            return jnp.concatenate([logits, _activated(logits, ACTIVATIONS[name], softmax=softmax)], axis=-1)
 
-        self._score: Any = jax.jit(score, static_argnums=(4, 6))
+        self._score: Any = jax.jit(score, static_argnums=(4, 6, 7))
+        self._exported_steps: LastSteps | None = None  # the only steps of the programs of `from_exported`
         self._dealer = Dealer(self._bundled)
 
     @classmethod
@@ -229,8 +234,7 @@ class CrossEncoder:
         self._save(folder, self._settings("save_pretrained"))
 
     def _settings(self, where: str) -> dict[str, Any]:
-        names = [name for name, function in ACTIVATIONS.items() if function is self.activation_fn]
-        if not names:
+        if (name := _name_of(self.activation_fn)) is None:
             raise ValueError(
                 f"{where}: activation_fn must be a function that files can name, got "
                 f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.text.cross_encoder.ACTIVATIONS, "
@@ -238,7 +242,7 @@ class CrossEncoder:
             )
         return {
             "model_type": "CrossEncoder",
-            "activation_fn": writing.activation_name(names[0]),
+            "activation_fn": writing.activation_name(name),
             "prompts": self.prompts,
             "default_prompt_name": self.default_prompt_name,
         }
@@ -254,8 +258,9 @@ class CrossEncoder:
     ) -> None:
         """Writes the folder of `save_pretrained` with a program for each batch shape, for `from_exported`.
 
-        The programs are those that `predict` needs for pairs of up to `max_seq_length` tokens. They return logits, so
-        that `predict` takes every activation. `SentenceEncoder.export` describes them.
+        The programs are those that `predict` needs for pairs of up to `max_seq_length` tokens. They compute the
+        encoder's own activation. `predict` of the loaded encoder takes other activations too, and then computes them
+        after the program. `SentenceEncoder.export` describes the programs.
 
         Args:
           path: see `SentenceEncoder.export`.
@@ -268,11 +273,12 @@ class CrossEncoder:
           ValueError: see `SentenceEncoder.export`, or `activation_fn` has no name in PyTorch.
         """
         settings = self._settings("export")
+        last_steps = str(_name_of(self.activation_fn)), False
         lengths = [None, np.int32(0)] if self._needs_prompt_length else [None]
         self._save(path, settings, exported=exported.contents(
             type(self).__name__, path, self._score, self.model, [self._pairs.batcher],
-            [functools.partial(_given, length) for length in lengths], batch_size=batch_size, packed=self._packed,
-            options={}, show_progress_bar=show_progress_bar,
+            [functools.partial(_given, length, last_steps) for length in lengths], batch_size=batch_size,
+            packed=self._packed, options={}, show_progress_bar=show_progress_bar,
         ))  # fmt: skip
 
     @classmethod
@@ -294,6 +300,7 @@ class CrossEncoder:
         record = exported.read(path, cls)
         encoder = cls.from_pretrained(path, **record["load"])
         encoder._score = exported.Programs(path, record)
+        encoder._exported_steps = str(_name_of(encoder.activation_fn)), False
         return encoder
 
     @property
@@ -342,8 +349,8 @@ class CrossEncoder:
     ) -> None:  # fmt: skip
         """Compiles all programs that calls of `predict` and `rank` with these options need, several at a time.
 
-        See `SentenceEncoder.warmup`. An `activation_fn` of your own is not compiled, because JAX compiles it for each
-        number of pairs.
+        See `SentenceEncoder.warmup`. An `activation_fn` that is not in `jaxft.text.cross_encoder.ACTIVATIONS` is not
+        compiled, because JAX compiles it for each number of pairs.
 
         Args:
           batch_size: the `batch_size` of the calls.
@@ -437,41 +444,29 @@ class CrossEncoder:
 
         parts = [*self._pairs.checked("predict", read.parts)]
         one = len(parts) == 1 and len(parts[0]) == 1
-        given = functools.partial(_given, prompt_length)
+        labels = self.num_labels
+        name, softmax = _name_of(activation_fn), labels > 1 and bool(apply_softmax)
+        own = _name_of(self.activation_fn) or "Identity"  # any program has the logits
+        last_steps = self._exported_steps or ((own, False) if name is None else (name, softmax))
+        given = functools.partial(_given, prompt_length, last_steps)
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=one)
         if read.are_shapes:
             blanks = self._pairs.batcher.blanks(batch_size)
-            self._dealer.warm_up(lanes, blanks, show_progress_bar=show_progress_bar)
-            if activation_fn in ACTIVATIONS.values():
-                for rows in (1 << power for power in range(_ROWS.bit_length())):
-                    self._activated(np.zeros((rows, self.num_labels), np.float32), activation_fn, apply_softmax)
-            return None
-        (logits,) = self._pairs.batcher.compute_parts(
-            parts, functools.partial(self._pairs.tokens, prompt), batch_size, lanes, model=self.model,
-            width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
+            return self._dealer.warm_up(lanes, blanks, show_progress_bar=show_progress_bar)
+        has_scores = last_steps == (name, softmax)  # otherwise, the logits are taken
+        (scores,) = self._pairs.batcher.compute_parts(
+            parts, functools.partial(self._pairs.tokens, prompt), batch_size, lanes, model=self.model, width=labels,
+            unit="pair", show_progress_bar=show_progress_bar,
+            convert=lambda rows: rows[:, labels:] if has_scores else rows[:, :labels],
+            is_finite=lambda rows: np.isfinite(rows[:, :labels]).all(axis=1),
         )  # fmt: skip
-        scores = self._activated(logits, activation_fn, apply_softmax)
-        if self.num_labels == 1:
+        if not has_scores:
+            logits = dispatch.to_device(scores)
+            scores = np.array(_activated(logits, activation_fn, softmax=softmax))  # a copy, which may be written to
+        if labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if read.is_single else scores
         return scores if convert_to_numpy else dispatch.to_device(scores)
-
-    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool | None) -> np.ndarray:
-        """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
-        # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
-        # JAX would compile the activation for every number of pairs.
-        count = len(logits)
-        size = min(1 << max(count - 1, 0).bit_length(), _ROWS)
-        if activation_fn in ACTIVATIONS.values() and count != size:
-            padded = np.pad(logits, ((0, -count % size if count else size), (0, 0)))
-            blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // size)]
-            return np.concatenate(blocks)[:count]
-        scores: Any = jnp.asarray(activation_fn(dispatch.to_device(logits)), jnp.float32)
-        if scores.shape != logits.shape:
-            raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
-        if self.num_labels > 1 and apply_softmax:
-            scores = jax.nn.softmax(scores, axis=-1)
-        return np.array(scores)  # a copy, because NumPy views of JAX arrays are read-only
 
     def rank(
         self,
@@ -538,10 +533,23 @@ class CrossEncoder:
 
 
 def _given(
-    prompt_length: np.int32 | None, arrays: list[Any], rebuild: Rebuild, batch: Batch
+    prompt_length: np.int32 | None, last_steps: LastSteps, arrays: list[Any], rebuild: Rebuild, batch: Batch
 ) -> tuple[Any, ...]:  # fmt: skip
     types = batch.token_type_ids
-    return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
+    return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild, last_steps
+
+
+def _activated(logits: jax.Array, activation_fn: Activation, *, softmax: bool) -> jax.Array:
+    """Returns the scores of logits `[n, num_labels]`."""
+    scores = jnp.asarray(activation_fn(logits), jnp.float32)
+    if scores.shape != logits.shape:
+        raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
+    return jax.nn.softmax(scores, axis=-1) if softmax else scores
+
+
+def _name_of(function: Activation) -> str | None:
+    """Returns the name of a function in `ACTIVATIONS`. None if it is another function."""
+    return next((name for name, known in ACTIVATIONS.items() if known is function), None)
 
 
 def _checked_activation(where: str, function: Any) -> Activation | None:
