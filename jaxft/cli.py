@@ -389,8 +389,9 @@ def _run_corpus(args: argparse.Namespace) -> None:
         folder = checkpoint_files.resolve(args.model, revision=args.revision)
         dtype = _dtype(args, _device()["platform"])
         model = {
-            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "implementation": args.implementation,
-            "_model": args.model, "_revision": args.revision, "_device": _device()["device"], "_versions": _versions(),
+            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "quantization": args.quantization,
+            "implementation": args.implementation, "_model": args.model, "_revision": args.revision,
+            "_device": _device()["device"], "_versions": _versions(),
         }  # fmt: skip
         start = time.perf_counter()
         done = corpora.encode_corpus(

@@ -619,6 +619,28 @@ def test_another_model_is_refused(model, tmp_path, capsys):
     assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
 
 
+def test_options_of_encode_that_change_numbers_are_settings(model, capsys):
+    """The file has JSON lines, which are texts too, so that any option could be forgotten."""
+    of_settings = {
+        "--max-seq-length": ["9"], "--batch-size": ["2"], "--dtype": ["float16"], "--quantization": ["fp8"],
+        "--implementation": ["xla"], "--text-column": ["body"], "--keep": ["text"], "--rows-per-part": ["7"],
+        "--normalize": [], "--prompt": ["a "], "--precision": ["float16"], "--truncate-dim": ["4"], "--jsonl": [],
+    }  # fmt: skip
+    # The texts, the model and the prompt that these options name are settings. The others have other tests.
+    others = {"--help", "--model", "--revision", "--prompt-name", "--no-compilation-cache", "--devices", "--output",
+              "--shard"}  # fmt: skip
+    parser = cli._parser()._subparsers._group_actions[0].choices["encode"]
+    assert {action.option_strings[-1] for action in parser._actions if action.option_strings} == others | {*of_settings}
+    Path("a.txt").write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in TEXTS[:9]))
+    base = ["encode", "--model", model, "a.txt", "-o", "out/", "--dtype", "bfloat16"]
+    assert cli.main(base) == 0
+    capsys.readouterr()
+    for option, value in of_settings.items():
+        message = fails(capsys, *base, option, *value)
+        name = {"--normalize": "normalize_embeddings"}.get(option, option.removeprefix("--").replace("-", "_"))
+        assert message.startswith(f"out: its parts were made with {name} "), (option, message)
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}', '{"settings": {}}',
 ])  # fmt: skip

@@ -149,6 +149,7 @@ def encode_corpus(
         **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
         "data": records.facts(files),
+        "jsonl": files[0].kind == ".jsonl",
         "text_column": text_column,
         "keep": {field.name: str(field.type) for field in kept},
         "rows_per_part": rows_per_part,
