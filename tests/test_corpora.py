@@ -768,7 +768,7 @@ def test_files_of_several_kinds_are_refused(encoder):
 
 
 def test_kept_fields_of_json(encoder):
-    rows = [{"text": "rain", "s": "x", "i": 1, "f": 1, "b": True}, {"text": "a", "f": 2.5}, {"text": "the", "i": None}]
+    rows = [{"text": "rain", "s": "x", "i": 1, "f": 1, "b": True}, {"text": "a", "f": 2.5}, {"text": "the", "i": None, "none": None}]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keep = ["s", "i", "f", "b", "none"]
     corpora.encode_corpus(encoder, ["a.jsonl"], "out", keep=keep)

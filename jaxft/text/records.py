@@ -235,10 +235,16 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
         if wrong := [name for name in keep if name != column]:
             raise DataError(f"{files[0].name}: lines of text have no column {wrong[0]!r} (--keep), only {column!r}")
         return pa.schema([pa.field(name, pa.string()) for name in keep])
-    if not keep:
-        return pa.schema([])
     records = (_record(source, row, line, column) for source in files for row, line in enumerate(_lines(source)))
     sample = [*itertools.islice(records, _SAMPLE)]
+    fields = dict.fromkeys(itertools.chain.from_iterable(sample))
+    for name in (column, *keep):
+        if sample and name not in fields:  # a field may be missing where it is null, but hardly in so many records
+            option = "--text-column" if name == column else "--keep"
+            raise DataError(
+                f"{files[0].name}: the first records have no field {name!r} ({option}); their fields are "
+                f"{', '.join(fields)}"
+            )
     types = []
     for name in keep:
         values = [value for fields in sample if (value := fields.get(name)) is not None]
