@@ -767,8 +767,22 @@ def test_files_of_several_kinds_are_refused(encoder):
         corpora.encode_corpus(encoder, ["out/a.txt"], "out")
 
 
+@pytest.mark.parametrize("data", ["data", "link/", "file://{folder}/data"])
+def test_folder_of_the_result_may_be_below_the_data(data, encoder, folder):
+    Path("data").mkdir()
+    Path("link").symlink_to("data")
+    write("data/a.parquet", TEXTS)
+    for written in (3, 0):
+        done = corpora.encode_corpus(encoder, [data.format(folder=folder)], "data/out", rows_per_part=100)
+        assert done.written == written
+
+
 def test_kept_fields_of_json(encoder):
-    rows = [{"text": "rain", "s": "x", "i": 1, "f": 1, "b": True}, {"text": "a", "f": 2.5}, {"text": "the", "i": None, "none": None}]
+    rows = [
+        {"text": "rain", "s": "x", "i": 1, "f": 1, "b": True},
+        {"text": "a", "f": 2.5},
+        {"text": "the", "i": None, "none": None},
+    ]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keep = ["s", "i", "f", "b", "none"]
     corpora.encode_corpus(encoder, ["a.jsonl"], "out", keep=keep)
@@ -788,6 +802,7 @@ def test_kept_fields_of_json(encoder):
     ("arguments", "message"),
     [
         (["a.txt", "b.txt", "-o", "x.npy"], "several DATA need an output folder, such as OUT/, got 'x.npy'"),
+        (["in", "-o", "x"], "the folder in needs an output folder, such as OUT/, got 'x'"),
         (["a.txt", "-o", "x.npy", "--keep", "a"], "--keep needs an output folder, such as OUT/, got 'x.npy'"),
         (["a.txt", "-o", "x.npy", "--shard", "0/2"], "--shard needs an output folder, such as OUT/, got 'x.npy'"),
         (["a.parquet", "-o", "x.npy"], "output 'x.npy' must be a folder for these data; a new one may end in /"),
@@ -805,6 +820,7 @@ def test_kept_fields_of_json(encoder):
 def test_wrong_commands(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(SentenceEncoder, "from_pretrained", None)  # must not be called
     Path("file").write_text("")
+    Path("in").mkdir()
     write("a.parquet", TEXTS[:3])
     assert fails(capsys, "encode", "--model", "m", *arguments) == message
     assert not Path("x").exists()
