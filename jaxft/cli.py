@@ -332,8 +332,9 @@ def _run_encode(args: argparse.Namespace) -> None:
     for option in ("text_column", "keep", "rows_per_part", "shard"):
         if getattr(args, option) is not None:
             raise _UserError(f"--{option.replace('_', '-')} needs an output folder, such as OUT/, got {args.output!r}")
-    if len(args.data) > 1:
-        raise _UserError(f"several DATA need an output folder, such as OUT/, got {args.output!r}")
+    if len(args.data) > 1 or os.path.isdir(args.data[0]):
+        which = "several DATA need" if len(args.data) > 1 else f"the folder {args.data[0]} needs"
+        raise _UserError(f"{which} an output folder, such as OUT/, got {args.output!r}")
     (args.file,) = args.data
     if args.output != "-" and Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl, or be - for stdout")
@@ -384,13 +385,14 @@ def _run_corpus(args: argparse.Namespace) -> None:
         from jaxft.checkpoint import files as checkpoint_files
         from jaxft.text import corpora
 
-        records.sources(args.data, jsonl=args.jsonl)  # finds mistakes before the model is loaded
+        records.sources(args.data, result=target, jsonl=args.jsonl)  # finds mistakes before the model is loaded
         encoder, device = _load_encoder(args)
         folder = checkpoint_files.resolve(args.model, revision=args.revision)
         dtype = _dtype(args, _device()["platform"])
         model = {
-            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "implementation": args.implementation,
-            "_model": args.model, "_revision": args.revision, "_device": _device()["device"], "_versions": _versions(),
+            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "quantization": args.quantization,
+            "implementation": args.implementation, "_model": args.model, "_revision": args.revision,
+            "_device": _device()["device"], "_versions": _versions(),
         }  # fmt: skip
         start = time.perf_counter()
         done = corpora.encode_corpus(

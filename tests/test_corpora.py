@@ -619,6 +619,28 @@ def test_another_model_is_refused(model, tmp_path, capsys):
     assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
 
 
+def test_options_of_encode_that_change_numbers_are_settings(model, capsys):
+    """The file has JSON lines, which are texts too, so that any option could be forgotten."""
+    of_settings = {
+        "--max-seq-length": ["9"], "--batch-size": ["2"], "--dtype": ["float16"], "--quantization": ["fp8"],
+        "--implementation": ["xla"], "--text-column": ["body"], "--keep": ["text"], "--rows-per-part": ["7"],
+        "--normalize": [], "--prompt": ["a "], "--precision": ["float16"], "--truncate-dim": ["4"], "--jsonl": [],
+    }  # fmt: skip
+    # The texts, the model and the prompt that these options name are settings. The others have other tests.
+    others = {"--help", "--model", "--revision", "--prompt-name", "--no-compilation-cache", "--devices", "--output",
+              "--shard"}  # fmt: skip
+    parser = cli._parser()._subparsers._group_actions[0].choices["encode"]
+    assert {action.option_strings[-1] for action in parser._actions if action.option_strings} == others | {*of_settings}
+    Path("a.txt").write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in TEXTS[:9]))
+    base = ["encode", "--model", model, "a.txt", "-o", "out/", "--dtype", "bfloat16"]
+    assert cli.main(base) == 0
+    capsys.readouterr()
+    for option, value in of_settings.items():
+        message = fails(capsys, *base, option, *value)
+        name = {"--normalize": "normalize_embeddings"}.get(option, option.removeprefix("--").replace("-", "_"))
+        assert message.startswith(f"out: its parts were made with {name} "), (option, message)
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}', '{"settings": {}}',
 ])  # fmt: skip
@@ -745,8 +767,22 @@ def test_files_of_several_kinds_are_refused(encoder):
         corpora.encode_corpus(encoder, ["out/a.txt"], "out")
 
 
+@pytest.mark.parametrize("data", ["data", "link/", "file://{folder}/data"])
+def test_folder_of_the_result_may_be_below_the_data(data, encoder, folder):
+    Path("data").mkdir()
+    Path("link").symlink_to("data")
+    write("data/a.parquet", TEXTS)
+    for written in (3, 0):
+        done = corpora.encode_corpus(encoder, [data.format(folder=folder)], "data/out", rows_per_part=100)
+        assert done.written == written
+
+
 def test_kept_fields_of_json(encoder):
-    rows = [{"text": "rain", "s": "x", "i": 1, "f": 1, "b": True}, {"text": "a", "f": 2.5}, {"text": "the", "i": None}]
+    rows = [
+        {"text": "rain", "s": "x", "i": 1, "f": 1, "b": True},
+        {"text": "a", "f": 2.5},
+        {"text": "the", "i": None, "none": None},
+    ]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keep = ["s", "i", "f", "b", "none"]
     corpora.encode_corpus(encoder, ["a.jsonl"], "out", keep=keep)
@@ -766,6 +802,7 @@ def test_kept_fields_of_json(encoder):
     ("arguments", "message"),
     [
         (["a.txt", "b.txt", "-o", "x.npy"], "several DATA need an output folder, such as OUT/, got 'x.npy'"),
+        (["in", "-o", "x"], "the folder in needs an output folder, such as OUT/, got 'x'"),
         (["a.txt", "-o", "x.npy", "--keep", "a"], "--keep needs an output folder, such as OUT/, got 'x.npy'"),
         (["a.txt", "-o", "x.npy", "--shard", "0/2"], "--shard needs an output folder, such as OUT/, got 'x.npy'"),
         (["a.parquet", "-o", "x.npy"], "output 'x.npy' must be a folder for these data; a new one may end in /"),
@@ -783,6 +820,7 @@ def test_kept_fields_of_json(encoder):
 def test_wrong_commands(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(SentenceEncoder, "from_pretrained", None)  # must not be called
     Path("file").write_text("")
+    Path("in").mkdir()
     write("a.parquet", TEXTS[:3])
     assert fails(capsys, "encode", "--model", "m", *arguments) == message
     assert not Path("x").exists()

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxft import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
-from jaxft.models import partition_specs
+from jaxft.models import partition_specs, quantize
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 
@@ -37,6 +37,15 @@ def test_nothing_is_divided_by_default():
 def test_a_model_axis_divides_the_feed_forward_network_and_the_output_projection(kind):
     assert divided(partition_specs(model(kind), model_axis="m")) == {
         "ffn_in_kernel": (None, "m"), "ffn_in_bias": ("m",), "ffn_out_kernel": ("m", None), "out_kernel": ("m", None)
+    }  # fmt: skip
+
+
+def test_a_model_axis_divides_kernels_of_float8():
+    wide = BertConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 256}, max_position_embeddings=8)
+    quantized = quantize(BertModel(wide, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    assert divided(partition_specs(quantized, model_axis="m")) == {
+        "ffn_in_kernel": ("m", None), "ffn_in_bias": ("m",), "ffn_in_scale": ("m",), "ffn_out_kernel": (None, "m"),
+        "out_kernel": (None, "m"),
     }  # fmt: skip
 
 

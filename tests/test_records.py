@@ -76,6 +76,11 @@ def test_files_of_a_folder_are_in_order_of_their_paths():
             {"a.jsonl": b'{"text": "", "n": 1}\n' * 7 + b'{"text": "a", "n": 9223372036854775808}\n"b"\n'},
             ["a.jsonl"], {"keep": ["n"]}, "^a.jsonl, line 8: field 'n': ",
         ),
+        (
+            {"a.jsonl": b'{"id": 1}\n{"body": "a"}'}, ["a.jsonl"], {},
+            "^a.jsonl: the first records have no field 'text' .--text-column.; their fields are id, body$",
+        ),
+        ({"a.jsonl": b'"a"'}, ["a.jsonl"], {"keep": ["n"]}, "have no field 'n' .--keep.; their fields are text$"),
         ({"a.txt": b"a"}, [""], {}, "^cannot read '': name a file, a folder or a URI$"),
         ({"a.txt": b"a"}, [], {}, "^cannot read '': name a file"),
         ({"a.jsonl": b'{"text": "", "n": 1}\n{"text": "", "n": "x"}'}, ["a.jsonl"], {"keep": ["n"]}, "field 'n' .--k"),
@@ -132,7 +137,7 @@ def test_text_without_a_visible_character_is_blank(text):
 
 
 def test_types_of_kept_fields_are_inferred(monkeypatch):
-    rows = [{"text": "a", "s": "x", "i": 1, "n": 1, "b": True}, {"text": "b", "n": 2.5, "s": None}]
+    rows = [{"text": "a", "s": "x", "i": 1, "n": 1, "b": True}, {"text": "b", "n": 2.5, "s": None, "none": None}]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = records.sources(["a.jsonl"])
     found = records.schema(files, "text", ["s", "i", "n", "b", "none"])

@@ -348,6 +348,31 @@ def measure_model() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_float8(kind: str) -> dict[str, Any]:
+    """Runs a layer in float8 on two times two devices, with tensor parallelism."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from jaxft import BertModel
+    from jaxft.models import partition_specs, quantize
+
+    config = tiny.config(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    model = quantize(BertModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), implementation="triton"))
+    graph, params = nnx.split(model)
+    ids = np.random.default_rng(0).integers(5, 18, (B, T), np.int32)
+    run = jax.jit(lambda params, ids: jax.tree.leaves(nnx.merge(graph, params)(ids))[0])
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType[kind],) * 2, devices=jax.devices()[:4])
+    specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model, model_axis="model"))
+    divided = jax.device_put(params, specs), jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        program = run.lower(*divided).compile()
+    summed, moved = collectives(program.as_text())
+    error = np.max(np.abs(np.asarray(run(params, ids)) - np.asarray(program(*divided))))
+    return {"error": float(error), "summed": summed, "moved": moved}
+
+
 def measure_step() -> dict[str, Any]:
     """Takes a training step of the examples on one device and on four, with dropout and a tied vocabulary."""
     import jax
@@ -534,6 +559,13 @@ def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
     assert found["refused"] == "join_kernels: the kernels of the model are on several devices"
 
 
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_half_a_layer_in_float8_sums_hidden_states_once(axes, measured):
+    found = measured["float8"][axes]
+    assert found["error"] < 0.05  # bfloat16
+    assert found["summed"] == [[B // 2, T, 128]] * 2 and not found["moved"]
+
+
 def test_training_step_sums_a_tied_vocabulary_once(measured):
     found = measured["step"]
     assert found["error"] < 2e-6
@@ -694,6 +726,7 @@ def test_signal_to_one_process_stops_both_after_the_same_step(trained, tmp_path)
 
 def measure_all(file: str, wanted: str) -> None:
     results: dict[str, Any] = {"model": measure_model(), "step": measure_step()}
+    results["float8"] = {kind: measure_float8(kind) for kind in ("Auto", "Explicit")}
     for name, case in ops().items():
         for i in case.implementations:
             if kinds := tuple(kind for kind in case.kinds if f"{name} {i} {kind}" in json.loads(wanted)):

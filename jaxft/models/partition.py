@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxft.ops import float8
+
 # The axis of a parameter of a layer that `model_axis` divides, by name. The kernel of the queries, keys and values is
 # whole on each device, because its columns [3, N, H] are not in the order of the heads. Each device multiplies by the
 # columns of its heads.
-_DIVIDED = {"ffn_in_kernel": 1, "ffn_in_bias": 0, "ffn_out_kernel": 0, "out_kernel": 0}
+_DIVIDED = {"ffn_in_kernel": 1, "ffn_in_bias": 0, "ffn_in_scale": 0, "ffn_out_kernel": 0, "out_kernel": 0}
 _GATED = ("ffn_in_kernel", "ffn_in_bias", "ffn_out_kernel")  # the halves of a gate are far from each other
 
 
@@ -69,6 +71,8 @@ def partition_specs(
     def spec_of(path: Any, x: Any) -> PartitionSpec:
         names: list[str | None] = [None] * jnp.ndim(x)
         axis = _DIVIDED.get(_name(path))
+        if axis is not None and float8.is_float8(x):
+            axis = 1 - axis  # kernels in float8 are stored as [F, K]
         if model_axis is not None and axis is not None and not (has_gate and _name(path) in _GATED):
             names[axis] = model_axis
         if fsdp and len(names) > 1:

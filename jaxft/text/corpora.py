@@ -133,10 +133,7 @@ def encode_corpus(
     if EMBEDDING in keep or len({*keep}) < len(keep):
         raise ValueError(f"encode_corpus: keep must be different names other than {EMBEDDING!r}, got {keep!r:.200}")
     pa, folder = records.arrow(), Path(folder)
-    files = records.sources(data, jsonl=jsonl)
-    inside = [source.name for source in files if folder.resolve() in Path(source.path).parents]
-    if inside:
-        raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
+    files = records.sources(data, result=folder, jsonl=jsonl)
     kept = records.schema(files, text_column, keep)
     # The encoder may have defaults for both.
     prompt = arguments.chosen_prompt("encode", encoder.prompts, encoder.default_prompt_name, prompt, prompt_name)
@@ -149,6 +146,7 @@ def encode_corpus(
         **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
         "data": records.facts(files),
+        "jsonl": files[0].kind == ".jsonl",
         "text_column": text_column,
         "keep": {field.name: str(field.type) for field in kept},
         "rows_per_part": rows_per_part,

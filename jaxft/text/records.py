@@ -145,15 +145,21 @@ class Expanded:
 # --- Sources -----------------------------------------------------------------------------------------------------
 
 
-def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
+def sources(data: Sequence[str], *, result: Path | None = None, jsonl: bool = False) -> list[Source]:
     """Returns the files of paths, folders and URIs, in the order of `data`; the files of a folder in order of name.
 
-    Of a folder, files are left out if their name, or the name of a folder below it, begins with "." or "_".
+    Of a folder, files are left out if their name, or the name of a folder below it, begins with "." or "_", and if they
+    are in the folder of the `result`, which may be below the folder of the data.
 
-    Raises a DataError for a file that is missing or of another kind, and for files of several kinds.
+    Raises a DataError for a file that is missing, of another kind or in the folder of the `result`, and for files of
+    several kinds.
     """
     fs = arrow().fs
-    found = []
+    found, target = [], result and result.resolve()
+
+    def is_result(system: Any, path: str) -> bool:
+        return system.type_name == "local" and target in Path(os.path.realpath(path)).parents
+
     if not data or "" in data:
         raise DataError("cannot read '': name a file, a folder or a URI")
     for name in data:
@@ -166,6 +172,7 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
             if info.type == fs.FileType.Directory:
                 inside = system.get_file_info(fs.FileSelector(path, recursive=True))
                 inside = [one for one in inside if one.is_file and one.base_name.endswith(SUFFIXES)]
+                inside = [one for one in inside if not is_result(system, one.path)]
                 below = {one.path.removeprefix(path.rstrip("/")): one for one in inside}
                 # Logs, caches and unfinished files of other programs are in folders of such names.
                 below = {its: below[its] for its in sorted(below) if "/." not in its and "/_" not in its}
@@ -179,6 +186,8 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
         for one, its_name in zip(infos, names, strict=True):
             if one.type == fs.FileType.NotFound:
                 raise DataError(f"cannot read {its_name}: No such file or directory")
+            if is_result(system, one.path):
+                raise DataError(f"{its_name}: is inside of {result}, the folder of the result")
             stem = its_name.removesuffix(".gz")
             kind = Path(stem).suffix
             if kind not in (".parquet", ".jsonl", ".txt") and not jsonl:
@@ -236,10 +245,16 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
         if wrong := [name for name in keep if name != column]:
             raise DataError(f"{files[0].name}: lines of text have no column {wrong[0]!r} (--keep), only {column!r}")
         return pa.schema([pa.field(name, pa.string()) for name in keep])
-    if not keep:
-        return pa.schema([])
     records = (_record(source, row, line, column) for source in files for row, line in enumerate(_lines(source)))
     sample = [*itertools.islice(records, _SAMPLE)]
+    fields = dict.fromkeys(itertools.chain.from_iterable(sample))
+    for name in (column, *keep):
+        if sample and name not in fields:  # a field may be missing where it is null, but hardly in so many records
+            option = "--text-column" if name == column else "--keep"
+            raise DataError(
+                f"{files[0].name}: the first records have no field {name!r} ({option}); their fields are "
+                f"{', '.join(fields)}"
+            )
     types = []
     for name in keep:
         values = [value for fields in sample if (value := fields.get(name)) is not None]
