@@ -371,6 +371,20 @@ def test_clipped_activations_are_counted():
     assert not any(count.clipped for count in count_clipped(larger, ids()))
 
 
+def test_matmuls_that_cannot_be_counted_are_an_error():
+    """A jitted function that has run before does not trace its matmuls again."""
+    model = quantize(encoder())
+    jitted = jax.jit(lambda x: model(x).last_hidden_state)
+    with pytest.raises(ValueError, match=r"count_clipped: fn must not have its matmuls inside of jax\.jit"):
+        count_clipped(jitted, ids())
+    jitted(ids())
+    for fn in (jitted, encoder()):
+        with pytest.raises(ValueError, match="count_clipped: fn must have matmuls of float8_e4m3fn, .* none is seen"):
+            count_clipped(fn, ids())
+    packed = count_clipped(lambda x: model(x, cu_seqlens=np.array([0, 9]), max_seqlen=9), ids()[0])
+    assert len(packed) == 8 and packed[0].shape == (9, 128)
+
+
 def test_layers_on_hopper_have_no_quantization_kernel():
     """In a model, only the output of the embeddings is converted by XLA. The weights are transposed by no kernel."""
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "max_position_embeddings": 128}
