@@ -270,6 +270,10 @@ def test_damaged_files_are_refused(tmp_path):
         )
         with pytest.raises(CheckpointError, match=message):
             BertModel.from_pretrained(tmp_path, **DTYPES)
+    newer = settings | {"quantization_config": settings["quantization_config"] | {"row_scales": True}}
+    tiny.write_json(tmp_path / "config.json", newer)
+    with pytest.raises(CheckpointError, match="quantization_config: row_scales is not supported"):
+        BertModel.from_pretrained(tmp_path, **DTYPES)
     tiny.write_json(tmp_path / "config.json", settings)
     file.unlink()
     with pytest.raises(CheckpointError, match="has no model_float8.safetensors, which config.json says"):

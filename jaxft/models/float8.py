@@ -128,12 +128,15 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
 def read_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Float8Recipe | None]:
     """Splits the content of a config.json into what remains, and the recipe of a model that jaxft has quantized.
 
-    Raises a ValueError if the recipe is impossible.
+    Raises a ValueError if the recipe is impossible or has settings that are not known here.
     """
     rest, saved = dict(settings), settings.get("quantization_config")
     if not isinstance(saved, dict) or saved.get("quant_method") != METHOD:
         return rest, None
     del rest["quantization_config"]
+    known = {"quant_method", "format", *(field.name for field in dataclasses.fields(Float8Recipe))}
+    if unknown := sorted(saved.keys() - known):
+        raise ValueError(f"quantization_config: {', '.join(unknown)} is not supported")
     try:
         return rest, Float8Recipe(saved.get("activation_scale", 1.0))
     except (TypeError, OverflowError) as error:
