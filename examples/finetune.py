@@ -46,6 +46,13 @@ PRESETS = {
 }
 
 
+def paragraphs(labels: int) -> tuple[dict[str, str], list[str]]:
+    """Returns the module of each paragraph, and the names of the modules: those with the most paragraphs."""
+    texts = {text: module for text, module in common.paragraphs().items() if len(text) >= LEAST_CHARACTERS}
+    names = [module for module, _ in collections.Counter(texts.values()).most_common(labels)]
+    return {text: module for text, module in texts.items() if module in names}, names
+
+
 class Texts:
     """Tokenised and padded texts with labels."""
 
@@ -67,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset, devices = PRESETS[args.preset], common.Devices(args)
     devices.check("the batch of the preset", preset.batch)
     args.steps = args.steps or preset.steps
-    texts = {text: module for text, module in common.paragraphs().items() if len(text) >= LEAST_CHARACTERS}
-    names = [module for module, _ in collections.Counter(texts.values()).most_common(preset.labels)]
-    texts = {text: module for text, module in texts.items() if module in names}
+    texts, names = paragraphs(preset.labels)
     options: dict[str, Any] = {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
     encoder = BertModel.from_pretrained(args.model, **options)
     tokenizer_settings = tokenizer_files.Settings(args.model)

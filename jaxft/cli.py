@@ -51,6 +51,7 @@ from jaxft.text import records
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxft.models.float8 import Float8Recipe
     from jaxft.text.sentence_encoder import SentenceEncoder
 
 # Modules that take long to load, NumPy and JAX above all, are imported by the functions that need them: signals are
@@ -262,11 +263,11 @@ def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_dtype_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    default = "(default: bfloat16 on an NVIDIA GPU, float32 on other devices)"
+    default = "(default: bfloat16 on an NVIDIA GPU and for a model in float8, else float32)"
     parser.add_argument("--dtype", choices=_DTYPES, help=f"{what} {default}")
     parser.add_argument(
         "--quantization", choices=("fp8",),
-        help="fp8: store and multiply the linear layers in float8_e4m3fn (--dtype then is bfloat16 by default)",
+        help="fp8: store and multiply the linear layers in float8_e4m3fn; a model that is saved so needs no option",
     )  # fmt: skip
 
 
@@ -388,12 +389,13 @@ def _run_corpus(args: argparse.Namespace) -> None:
         records.sources(args.data, result=target, jsonl=args.jsonl)  # finds mistakes before the model is loaded
         encoder, device = _load_encoder(args)
         folder = checkpoint_files.resolve(args.model, revision=args.revision)
-        dtype = _dtype(args, _device()["platform"])
+        dtype, recipe = _precision(encoder)
         model = {
             "model_sha256": corpora.model_digest(folder), "dtype": dtype, "quantization": args.quantization,
             "implementation": args.implementation, "_model": args.model, "_revision": args.revision,
             "_device": _device()["device"], "_versions": _versions(),
         }  # fmt: skip
+        model |= {} if recipe is None else {"float8": dataclasses.asdict(recipe)}
         start = time.perf_counter()
         done = corpora.encode_corpus(
             encoder, args.data, target, text_column=args.text_column or "text", keep=args.keep or (),
@@ -587,15 +589,19 @@ def _run_bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from jaxft import comparison
-    from jaxft.checkpoint.files import CheckpointError
     from jaxft.models.bert import BertModel
     from jaxft.models.float8 import as_recipe
 
     with contextlib.ExitStack() as files:
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
-        try:
+        with _model_errors(None, ()):
             model = BertModel.from_pretrained(args.model, dtype=dtype)
-            recipe = as_recipe("bench", args.quantization)
+            dtype, saved = _precision(model)
+            recipe = None if args.quantization is None else as_recipe("--quantization", args.quantization)
+            if saved is not None:
+                raise _UserError(f"{args.model}: is in float8; bench needs the 16-bit model, with --quantization fp8")
+            if recipe is not None and (reason := model.layers[0].not_in_float8()):
+                raise _UserError(f"{args.model}: no layer of the model runs in float8: {reason}")
             for length in args.length:
                 if length > model.config.most_tokens:
                     raise _UserError(f"length {length}: the model takes at most {model.config.most_tokens}")
@@ -608,8 +614,6 @@ def _run_bench(args: argparse.Namespace) -> None:
                     except (comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
                         # The other cases may still succeed, for example if this case ran out of memory.
                         failed.append(f"{batch}x{length}: {error}")
-        except (CheckpointError, jax.errors.JaxRuntimeError) as error:
-            raise _UserError(str(error)) from error
         if not done:
             raise _UserError("\n".join(failed))
         cases, times = list(done), list(done.values())
@@ -634,7 +638,7 @@ def _run_bench(args: argparse.Namespace) -> None:
 def _run_latency(args: argparse.Namespace) -> None:
     _start_loading(args)
     device = _device()
-    dtype = _dtype(args, device["platform"])
+    dtype = _dtype(args, device["platform"]) or "float32"
     from jaxft import latency
     from jaxft.checkpoint import files as checkpoint_files
 
@@ -647,15 +651,18 @@ def _run_latency(args: argparse.Namespace) -> None:
                 for count, name, times in latency.compare(folder, dtype, callers, args.calls, args.quantization):
                     if not results:
                         kinds = f"single queries of {len(latency.QUERIES)} kinds"
-                        print(f"{args.model}, {dtype}, {device['device']}; {kinds}\n\n{latency.row(*latency.COLUMNS)}")
+                        precision = f"{dtype}, jaxft in {args.quantization}" if args.quantization else dtype
+                        head = f"{args.model}, {precision}, {device['device']}; {kinds}"
+                        print(f"{head}\n\n{latency.row(*latency.COLUMNS)}")
                     print(latency.row(count, name, times), flush=True)
                     results.append({"callers": count, "variant": name} | times._asdict())
             except latency.LatencyError as error:
                 raise _UserError(str(error)) from error
         if output:
-            head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
+            facts = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
+            facts |= {"quantization": args.quantization, "results": results}
             with atomic.writing(args.output):
-                output.write_text(json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n", "utf-8")
+                output.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def _run_fuse(args: argparse.Namespace) -> None:
@@ -749,22 +756,33 @@ def _start_loading(args: argparse.Namespace) -> None:
         raise _UserError("warmup needs the compilation cache, which JAX's jax_enable_compilation_cache turns off")
 
 
-def _dtype(args: argparse.Namespace, platform: str) -> str:
-    return args.dtype or ("bfloat16" if platform == "cuda" or args.quantization else "float32")
+def _dtype(args: argparse.Namespace, platform: str) -> str | None:
+    """Returns the dtype in which a model is to be loaded. None leaves it to `from_pretrained`."""
+    return args.dtype or ("bfloat16" if platform == "cuda" or args.quantization else None)
+
+
+def _precision(encoder: Any) -> tuple[str, "Float8Recipe | None"]:
+    """Returns the dtype in which a `BertModel` or an encoder of texts computes, and its recipe if it is in float8."""
+    from flax import nnx
+
+    from jaxft.models.bert import BertModel
+
+    modules = nnx.iter_modules(getattr(encoder, "model", encoder))
+    model = next(module for _, module in modules if isinstance(module, BertModel))
+    return str(model.embeddings.options.dtype), model.recipe
 
 
 def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **options: Any) -> tuple[Any, str]:
     """Loads an encoder. Returns it and, for the summary, the device and the dtype."""
     _start_loading(args)
     device = _device()
-    dtype = _dtype(args, device["platform"])
     encoder = from_pretrained(
-        args.model, revision=args.revision, dtype=dtype, implementation=args.implementation,
+        args.model, revision=args.revision, dtype=_dtype(args, device["platform"]), implementation=args.implementation,
         quantization=args.quantization, **options,
     )  # fmt: skip
+    dtype, recipe = _precision(encoder)
     by_default = "" if args.dtype or dtype == "float32" else " by default"
-    quantization = f", {args.quantization}" if args.quantization else ""
-    return encoder, f"{device['device']}, {dtype}{by_default}{quantization}"
+    return encoder, f"{device['device']}, {dtype}{by_default}{'' if recipe is None else ', fp8'}"
 
 
 def _load_encoder(args: argparse.Namespace) -> tuple["SentenceEncoder", str]:

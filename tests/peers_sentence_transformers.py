@@ -22,6 +22,7 @@ import encoders
 import evaluate
 import jaxft
 import peer_models
+import tiny
 from jaxft import training
 from peer_models import PAIRS, QUERY, TEXTS, assert_close
 
@@ -127,6 +128,21 @@ def test_model_card_keeps_licence_and_base_model(folder, tmp_path):
     ours(path).save_pretrained(tmp_path / "ours")
     card = (tmp_path / "ours" / "README.md").read_text()
     assert "license: mit" in card and "base_model: someone/some-model" in card
+
+
+@pytest.mark.parametrize("family", ["SentenceTransformer", "CrossEncoder"])
+def test_models_in_float8_are_refused_there(family, tmp_path):
+    """The folder has no weights under a name that the libraries know, even if it had a 16-bit model before."""
+    config = tiny.config(hidden_size=128, intermediate_size=128)
+    cls = jaxft.BertModel if family == "SentenceTransformer" else jaxft.BertForSequenceClassification
+    cls(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    tiny.write_tokenizer(tmp_path)
+    theirs(tmp_path, family)
+    ours(tmp_path, family, quantization="fp8").save_pretrained(tmp_path)
+    for load in (theirs, lambda folder, _: transformers.AutoModel.from_pretrained(folder)):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            load(tmp_path, family)
+    ours(tmp_path, family)
 
 
 def test_trained_weights_are_saved(folder, tmp_path):

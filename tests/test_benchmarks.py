@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import bench_attention
 import bench_bias_activation
@@ -39,6 +40,7 @@ import bench_rotary
 import bench_search
 import bench_softmax
 import bench_train
+import fp8_accuracy
 import jaxft
 import plain_encoders
 import report
@@ -48,7 +50,7 @@ import timing
 import tiny
 import tune
 from cases import slow
-from jaxft import dispatch, reference
+from jaxft import BertForSequenceClassification, dispatch, reference
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.tuning import rows as tuning_rows
 from jaxft.tuning import search as tuning_search
@@ -1083,3 +1085,24 @@ def test_modern_rows_have_targets(root):
 def test_the_readme_has_ten_rows_at_most():
     found = [line for case in bench_peers.CASES.values() for line in bench_peers.lines(case, 1, False)]
     assert len(found) == 10
+
+
+def test_accuracy_in_float8(tmp_path, monkeypatch, capsys):
+    names = ["rain", "birds"]
+    texts = {f"{word} {text}": names[i % 2] for i, word in enumerate(tiny.WORDS) for text in ("falls", "sings")}
+    monkeypatch.setattr(fp8_accuracy.finetune, "paragraphs", lambda labels: (texts, names) if labels == 2 else None)
+    monkeypatch.setattr(fp8_accuracy.common, "held_out", lambda text: text.endswith("falls"))
+    config = tiny.config(hidden_size=128, intermediate_size=128)
+    BertForSequenceClassification(config, id2label=names, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    tiny.write_tokenizer(tmp_path)
+    fp8_accuracy.main([str(tmp_path), "--length", "8"])
+    first, *_, wide, half, narrow = capsys.readouterr().out.splitlines()
+    assert first == f"{len(texts) // 2} texts"
+    assert wide.endswith("| 100.0% | 1.000 |") and half.startswith("| bfloat16 |") and narrow.startswith("| FP8 |")
+    assert 0.8 < float(narrow.split("|")[-2]) < float(half.split("|")[-2]) < 1.0
+
+
+def test_kendall():
+    assert fp8_accuracy.kendall(np.array([1, 2, 3, 4]), np.array([1, 2, 4, 3])) == pytest.approx(2 / 3)
+    tied = fp8_accuracy.kendall(np.array([1, 2, 3]), np.array([1, 1, 2]))  # two of three pairs, 3 and 2 without ties
+    assert tied == pytest.approx(2 / 6**0.5)

@@ -688,7 +688,7 @@ def test_rerank_passes_its_options_on(folder, ranker, monkeypatch, capsys):
 
     def load(model, **options):
         loaded.update(options)
-        return from_pretrained(model, max_length=options["max_length"])
+        return from_pretrained(model, max_length=options["max_length"], dtype=options["dtype"])
 
     def rank(self, query, documents, **options):
         ranked.update(options)
@@ -706,9 +706,29 @@ def test_rerank_passes_its_options_on(folder, ranker, monkeypatch, capsys):
         "batch_size": 2, "top_k": 3, "show_progress_bar": True, "prompt": None, "prompt_name": "p", "devices": [0],
     }  # fmt: skip
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--prompt", "x"]) == 0
-    assert ranked["prompt"] == "x" and (loaded["dtype"], loaded["quantization"]) == ("float32", None)
+    assert ranked["prompt"] == "x" and (loaded["dtype"], loaded["quantization"]) == (None, None)
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--quantization", "fp8"]) == 0
-    assert loaded["dtype"] == "bfloat16" and "bfloat16 by default, fp8)" in capsys.readouterr().err
+    assert loaded["dtype"] == "bfloat16" and "bfloat16 by default)" in capsys.readouterr().err
+
+
+def test_models_in_float8_need_no_option(folder, tmp_path_factory, capsys):
+    """The summary says in what a model runs. FP8 does not cover a width of 16."""
+    home = tmp_path_factory.mktemp("models")
+    tiny.write_model(home / "wide", hidden_size=128, intermediate_size=128)
+    tiny.write_model(home / "small")
+    SentenceEncoder.from_pretrained(home / "wide", quantization="fp8").save_pretrained(home / "narrow")
+    found = {}
+    for name, options, summary in (
+        ("wide", ["--quantization", "fp8"], "bfloat16 by default, fp8"), ("narrow", [], "bfloat16 by default, fp8"),
+        ("narrow", ["--dtype", "float16"], "float16, fp8"), ("small", ["--quantization", "fp8"], "bfloat16 by default"),
+    ):  # fmt: skip
+        assert cli.main(["encode", "--model", str(home / name), "texts.txt", "-o", "out.npy", *options]) == 0
+        assert capsys.readouterr().err.endswith(f", compilation included ({dispatch.device_kind()}, {summary})\n")
+        found[name, *options] = np.load("out.npy")
+    np.testing.assert_array_equal(found["narrow",], found["wide", "--quantization", "fp8"])
+    message = fails(capsys, "encode", "--model", str(home / "narrow"), "texts.txt", "-o", "-", "--dtype", "float32")
+    assert message == "from_pretrained: dtype must be bfloat16 or float16 for a model in float8, got float32"
+    (folder / "out.npy").unlink()
 
 
 def test_rerank_errors_take_one_line(folder, model, ranker, tmp_path, capsys):

@@ -73,6 +73,27 @@ def test_float8_is_timed_beside_bfloat16(tmp_path, capsys):
     assert "bfloat16" in head and "jaxft fp8" in columns
 
 
+def test_float8_of_other_models_is_refused(model, tmp_path, capsys):
+    tiny.write_model(tmp_path / "wide", hidden_size=128, intermediate_size=128)
+    bert.BertModel.from_pretrained(tmp_path / "wide", quantization="fp8").save_pretrained(tmp_path / "narrow")
+    wide, narrow = str(tmp_path / "wide"), str(tmp_path / "narrow")
+    arguments, quantized = ["--batch", "1", "--length", "8"], ["--quantization", "fp8"]
+    message = f"{model}: no layer of the model runs in float8: hidden_size 16 is not a multiple of 128"
+    assert fails(capsys, "--model", model, *arguments, *quantized) == message
+    message = "dtype of the model must be bfloat16 or float16 for a model in float8, got float32"
+    assert message in fails(capsys, "--model", wide, *arguments, *quantized, "--dtype", "float32")
+    for options in ([], quantized, ["--dtype", "float16"]):
+        message = fails(capsys, "--model", narrow, *arguments, *options)
+        assert message == f"{narrow}: is in float8; bench needs the 16-bit model, with --quantization fp8"
+
+
+def test_float8_of_a_real_model_is_near_enough(minilm, monkeypatch):
+    """The layers get hidden states such as they are trained for. Of normal numbers, the cosine is below 0.98."""
+    monkeypatch.setattr(comparison, "_times", dict)
+    model = bert.BertModel.from_pretrained(minilm, dtype="bfloat16")
+    assert "jaxft fp8" in comparison.compare(model, 1, 8, Float8Recipe())
+
+
 @pytest.mark.slow
 def test_bfloat16(model, capsys):
     assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0

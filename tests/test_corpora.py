@@ -840,8 +840,10 @@ def test_facts_about_the_run_may_differ(encoder):
         assert (summary.written, summary.found) == ((1, 0) if device == "cpu" else (0, 1))
     manifest = json.loads(Path("out/manifest.json").read_text())
     assert manifest["about"] == {"device": "cpu"} and manifest["settings"]["sha256"] == "1"
-    with pytest.raises(DataError, match="its parts were made with sha256 '1', not '2'"):
-        corpora.encode_corpus(encoder, ["a.parquet"], "out", model={"sha256": "2"})
+    for facts, other in (({"sha256": "2"}, "sha256 '1', not '2'"), ({}, "sha256 '1', not None"),
+                         ({"sha256": "1", "float8": 1}, "float8 None, not 1")):  # fmt: skip
+        with pytest.raises(DataError, match=f"its parts were made with {other}"):
+            corpora.encode_corpus(encoder, ["a.parquet"], "out", model=facts)
 
 
 def test_options_reach_the_corpus(model, monkeypatch, capsys):
@@ -879,6 +881,11 @@ def test_options_reach_the_corpus(model, monkeypatch, capsys):
     assert (about["dtype"], about["implementation"], about["_model"]) == ("bfloat16", "xla", model)
     assert (own["dtype"], own["implementation"], own["_revision"]) == ("float32", None, None)
     assert about["model_sha256"] == own["model_sha256"] == corpora.model_digest(Path(model))
+    tiny.write_model(Path("wide"), hidden_size=128, intermediate_size=128)
+    begin[2] = "wide"
+    for options, expected in ([], {}), (["--quantization", "fp8"], {"activation_scale": 1.0}):
+        assert cli.main([*begin, *options]) == 0
+        assert seen[-1]["model"].get("float8", {}) == expected
 
 
 def test_compressed_file_without_a_folder(model, encoder):

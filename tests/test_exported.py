@@ -24,6 +24,7 @@ import tiny
 from cases import INTERPRET, slow
 from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncoder, dispatch
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import quantize
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.text import exported
 from jaxft.text.cross_encoder import ACTIVATIONS
@@ -42,6 +43,12 @@ def with_instructions():
 def padded(**options):
     """Returns an encoder that pads batches, as `embedder()` does on a CPU. On a GPU, it packs them."""
     return embedder(packed=False, **options)
+
+
+def in_float8():
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    model = quantize(BertModel(tiny.config(**sizes), dtype="bfloat16", param_dtype="bfloat16", rngs=nnx.Rngs(0)))
+    return SentenceEncoder(model, tiny.bert_tokenizer(), max_seq_length=16)
 
 
 def packed():
@@ -89,7 +96,9 @@ def copy(folder, tmp_path):
 # --- What it computes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [packed, scorer, colbert, *slow(embedder, with_instructions, modular_scorer, splade)])
+@pytest.mark.parametrize(
+    "make", [packed, scorer, colbert, in_float8, *slow(embedder, with_instructions, modular_scorer, splade)]
+)
 def test_exported_folder_gives_the_same_bits(make, tmp_path):
     encoder = make(tmp_path) if make in (colbert, splade) else make()
     encoder.export(tmp_path / "folder", **SIZE)
@@ -307,6 +316,10 @@ def test_wrong_arguments_are_named(folder, tmp_path, monkeypatch):
     bias.set_value(bias[...].astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"export: the parameter .*out_bias must be float32, .* got bfloat16"):
         encoder.export(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    model = quantize(BertModel(tiny.config(**sizes), dtype="bfloat16", rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"export: the parameter .* must be bfloat16, as it is loaded, got float32"):
+        SentenceEncoder(model, tiny.bert_tokenizer(), max_seq_length=16).export(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for call, name in ((scorer().export, "export"), (SentenceEncoder.from_exported, "from_exported")):
         with pytest.raises(ImportError, match=rf"^{name} needs flatbuffers.*jaxft\[export\]"):

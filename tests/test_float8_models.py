@@ -124,14 +124,17 @@ def test_quantize_returns_a_copy():
 
 
 def test_wrong_arguments_of_quantize():
-    with pytest.raises(TypeError, match="must be or contain a BertModel, got int"):
+    with pytest.raises(TypeError, match=r"must be a BertModel or an nnx.Module that contains one, got int"):
         quantize(3)
-    with pytest.raises(TypeError, match="must be or contain a BertModel, got Linear"):
+    with pytest.raises(TypeError, match=r"must be a BertModel or an nnx.Module that contains one, got Linear"):
         quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="bfloat16 or float16 for float8, got float32"):
+    with pytest.raises(ValueError, match="quantize: dtype of the model must be bfloat16 or float16 .*, got float32"):
         quantize(BertModel(tiny.config(**SIZES), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="quantization must be None, 'fp8' or a jaxft.models.Float8Recipe, got 'int8'"):
-        quantize(encoder(), "int8")
+    for recipe in ("int8", None, Float8Recipe):
+        with pytest.raises(ValueError, match=r"quantize: recipe must be 'fp8' or a jaxft.models.Float8Recipe, got"):
+            quantize(encoder(), recipe)
+    with pytest.raises(ValueError, match=r"from_pretrained: quantization must be 'fp8' or .*, got 'int8'"):
+        BertModel.from_pretrained("no/model", quantization="int8")  # before anything is downloaded
     with pytest.raises(ValueError, match="activation_scale must be positive"):
         Float8Recipe(activation_scale=-1.0)
 
@@ -229,8 +232,8 @@ def test_round_trip_of_files(tmp_path):
     np.testing.assert_array_equal(np.float32(alone(ids()).last_hidden_state), np.float32(expected))
     with pytest.raises(ValueError, match=r"saved in float8 with Float8Recipe\(activation_scale=2.0\)"):
         BertModel.from_pretrained(folder, **DTYPES, quantization="fp8")
-    with pytest.raises(ValueError, match="bfloat16 or float16 for float8, got float32"):
-        BertModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match="from_pretrained: dtype must be bfloat16 or float16 for a model in float8"):
+        BertModel.from_pretrained(folder, dtype="float32")
     encoder(BertForSequenceClassification).save_pretrained(folder)
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -267,6 +270,10 @@ def test_damaged_files_are_refused(tmp_path):
         )
         with pytest.raises(CheckpointError, match=message):
             BertModel.from_pretrained(tmp_path, **DTYPES)
+    newer = settings | {"quantization_config": settings["quantization_config"] | {"row_scales": True}}
+    tiny.write_json(tmp_path / "config.json", newer)
+    with pytest.raises(CheckpointError, match="quantization_config: row_scales is not supported"):
+        BertModel.from_pretrained(tmp_path, **DTYPES)
     tiny.write_json(tmp_path / "config.json", settings)
     file.unlink()
     with pytest.raises(CheckpointError, match="has no model_float8.safetensors, which config.json says"):
@@ -288,17 +295,17 @@ def test_other_parameters_get_the_dtype_of_the_model(tmp_path):
 
 def test_sentence_encoder_and_cross_encoder(tmp_path):
     words = ["a bird sings", "the old tree in the rain .", "rain"]
-    options = {"dtype": jnp.bfloat16, "quantization": "fp8"}
+    options = {"quantization": "fp8"}
     tiny.write_model(tmp_path / "plain", **SIZES)
     ours = SentenceEncoder.from_pretrained(tmp_path / "plain", **options)
     assert ours.model.recipe == Float8Recipe()
     ours.save_pretrained(tmp_path / "saved")
-    again = SentenceEncoder.from_pretrained(tmp_path / "saved", dtype=jnp.bfloat16)
+    again = SentenceEncoder.from_pretrained(tmp_path / "saved")
     np.testing.assert_array_equal(again.encode(words), ours.encode(words))
     assert not (tmp_path / "saved" / "model.safetensors").exists()
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "library_name: jaxft\n" in card and "tags:\n- sentence-similarity\n" in card
-    assert "which only jaxft loads" in card and "sentence-transformers](" not in card and 'dtype="bfloat16")' in card
+    assert "which only jaxft loads" in card and "sentence-transformers](" not in card
 
     config = tiny.config(**SIZES)
     BertForSequenceClassification(config, num_labels=1, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "scorer")
@@ -306,8 +313,22 @@ def test_sentence_encoder_and_cross_encoder(tmp_path):
     pairs = [("a bird sings", "rain"), ("the old tree", "a bird sings")]
     ours = CrossEncoder.from_pretrained(tmp_path / "scorer", **options)
     ours.save_pretrained(tmp_path / "saved_scorer")
-    again = CrossEncoder.from_pretrained(tmp_path / "saved_scorer", dtype=jnp.bfloat16)
+    again = CrossEncoder.from_pretrained(tmp_path / "saved_scorer")
     np.testing.assert_array_equal(again.predict(pairs), ours.predict(pairs))
+
+
+@pytest.mark.parametrize("cls", [BertModel, BertForSequenceClassification])
+def test_models_in_float8_are_bfloat16_by_default(cls, tmp_path):
+    encoder(cls).save_pretrained(tmp_path / "wide")
+    for options in ({}, {"dtype": "float16"}):
+        model = cls.from_pretrained(tmp_path / "wide", quantization="fp8", **options)
+        model.save_pretrained(tmp_path / "narrow")
+        again = cls.from_pretrained(tmp_path / "narrow", **options)
+        for found in (model, again):
+            dtypes = {array.dtype for array in jax.tree.leaves(nnx.state(found, nnx.Param))}
+            assert dtypes == {jnp.dtype(FLOAT8), jnp.dtype("float32"), jnp.dtype(options.get("dtype", "bfloat16"))}
+    wide = cls.from_pretrained(tmp_path / "wide")
+    assert {array.dtype for array in jax.tree.leaves(nnx.state(wide, nnx.Param))} == {jnp.dtype("float32")}
 
 
 @pytest.mark.slow
@@ -328,14 +349,14 @@ def test_sparse_and_multi_vector_encoders_take_float8(tmp_path):
     tiny.write_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.no_padding()
-    options = {"dtype": jnp.bfloat16, "quantization": "fp8"}
+    options = {"quantization": "fp8"}
     for cls, model in ((SparseEncoder, BertForMaskedLM), (MultiVectorEncoder, BertModel)):
         wide, narrow = (tmp_path / f"{cls.__name__} {kind}" for kind in ("wide", "narrow"))
         cls(encoder(model), tokenizer, max_seq_length=16).save_pretrained(wide)
         ours = cls.from_pretrained(wide, **options)
         ours.save_pretrained(narrow)
         assert list(narrow.glob("model*.safetensors")) == [narrow / "model_float8.safetensors"]
-        again = cls.from_pretrained(narrow, dtype=jnp.bfloat16)
+        again = cls.from_pretrained(narrow)
         found, expected = (e.encode(words) for e in (again, ours))
         if cls is SparseEncoder:
             found, expected = found.toarray(), expected.toarray()
@@ -352,6 +373,20 @@ def test_clipped_activations_are_counted():
     assert counts[3].shape == (27, 256)
     larger = quantize(model, Float8Recipe(activation_scale=2.0))
     assert not any(count.clipped for count in count_clipped(larger, ids()))
+
+
+def test_matmuls_that_cannot_be_counted_are_an_error():
+    """A jitted function that has run before does not trace its matmuls again."""
+    model = quantize(encoder())
+    jitted = jax.jit(lambda x: model(x).last_hidden_state)
+    with pytest.raises(ValueError, match=r"count_clipped: fn must not have its matmuls inside of jax\.jit"):
+        count_clipped(jitted, ids())
+    jitted(ids())
+    for fn in (jitted, encoder()):
+        with pytest.raises(ValueError, match="count_clipped: fn must have matmuls of float8_e4m3fn, .* none is seen"):
+            count_clipped(fn, ids())
+    packed = count_clipped(lambda x: model(x, cu_seqlens=np.array([0, 9]), max_seqlen=9), ids()[0])
+    assert len(packed) == 8 and packed[0].shape == (9, 128)
 
 
 def test_layers_on_hopper_have_no_quantization_kernel():

@@ -221,9 +221,13 @@ def test_options_of_the_other_kind_are_errors(model, capsys, options, message):
     assert fails(capsys, "--model", model, *options) == message
 
 
-def test_options_reach_the_comparison(model, monkeypatch):
+def test_options_reach_the_comparison(model, monkeypatch, capsys, tmp_path):
     seen = []
-    monkeypatch.setattr(latency, "compare", lambda *arguments: seen.append(arguments) or {})
+    one = [(1, "jaxft", latency.Latency(1.0, 1.0, 1.0, 1000.0))]
+    monkeypatch.setattr(latency, "compare", lambda *arguments: seen.append(arguments) or one)
     for given in ([], ["--callers", "2", "1", "2", "--calls", "7", "--quantization", "fp8", "--dtype", "float16"]):
-        assert cli.main(["bench", "--latency", "--model", model, *given]) == 0
+        assert cli.main(["bench", "--latency", "--model", model, *given, "-o", str(tmp_path / "out.json")]) == 0
+        quantization = "fp8" if given else None
+        assert json.loads((tmp_path / "out.json").read_text())["quantization"] == quantization
+        assert ("float16, jaxft in fp8, " if given else "float32, ") in capsys.readouterr().out
     assert [options for _, *options in seen] == [["float32", [1, 8], None, None], ["float16", [2, 1], 7, "fp8"]]

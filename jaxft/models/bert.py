@@ -20,7 +20,15 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.dropout import dropout as drop
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
-from jaxft.models.float8 import FILE, Float8Recipe, as_recipe, read_settings, written_settings
+from jaxft.models.float8 import (
+    FILE,
+    Float8Recipe,
+    as_recipe,
+    check_dtype,
+    load_options,
+    read_settings,
+    written_settings,
+)
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
 from jaxft.models.positions import alibi_table, bucket_table, disentangled_attention
 from jaxft.ops import checks, float8, matrix_view
@@ -683,7 +691,7 @@ class BertModel(nnx.Module):
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
         remat: bool = False,
@@ -698,12 +706,12 @@ class BertModel(nnx.Module):
           revision: branch, tag or commit of the model on Hugging Face. It has no effect on a folder.
           cache_dir: folder for downloads. None is Hugging Face's default.
           local_files_only: whether to use only files that were downloaded before.
-          dtype: as for `BertModel`.
+          dtype: as for `BertModel`. None is bfloat16 for a model in float8 and float32 for others.
           param_dtype: as for `BertModel`. None takes `dtype`.
           implementation: as for `BertModel`.
           remat: as for `BertModel`.
           quantization: "fp8" or a `jaxft.models.Float8Recipe` to quantize the model, see `jaxft.models.quantize`. None
-            leaves it as it is saved. `dtype` must be bfloat16 or float16 for a model in float8.
+            leaves it as it is saved. A model in float8 cannot compute in float32.
 
         Returns:
           The model, with dropout off.
@@ -713,8 +721,7 @@ class BertModel(nnx.Module):
           TypeError: `folder_or_id` is not a string or path, or `remat` is not a boolean.
           ValueError: `dtype`, `param_dtype`, `implementation` or `quantization` is not supported.
         """
-        recipe = as_recipe("from_pretrained", quantization)
-        param_dtype = dtype if param_dtype is None else param_dtype
+        recipe = None if quantization is None else as_recipe("from_pretrained: quantization", quantization)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
@@ -724,6 +731,7 @@ class BertModel(nnx.Module):
             return BertConfig.from_dict(settings), saved
 
         config, saved = checkpoint_files.read_config(folder, parse)
+        recipe, dtype, param_dtype = load_options(recipe, saved, dtype, param_dtype)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
         if "pooler.kernel" not in load_model(model, folder, config.model_type, param_dtype, saved, recipe):
@@ -766,10 +774,7 @@ class BertModel(nnx.Module):
         options = self.embeddings.options
         if self.recipe is not None:
             raise ValueError("quantize: the model is in float8 already")
-        if options.dtype not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(
-                f"quantize: dtype of the model must be bfloat16 or float16 for float8, got {options.dtype}"
-            )
+        check_dtype("quantize: dtype of the model", options.dtype)
         if reason := self.layers[0].not_in_float8():
             _log.warning("quantize: no layer of the %s model runs in float8: %s", self.config.model_type, reason)
             return
@@ -841,7 +846,7 @@ def load_model(
 ) -> set[str]:  # fmt: skip
     """Sets the parameters of a model, or those that are `wanted`, from a checkpoint, and returns their names.
 
-    `saved` is the recipe of a checkpoint in float8. With another `recipe`, the model is quantized after it is loaded.
+    `saved` is the recipe of a checkpoint in float8. Of another one, the model is quantized after it is loaded.
     """
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     if saved is None:
@@ -850,10 +855,6 @@ def load_model(
         if recipe is not None:
             encoder.quantize_layers(recipe)
         return found
-    if recipe not in (None, saved):
-        raise ValueError(
-            f"quantization must be None for a checkpoint that is saved in float8 with {saved}, got {recipe}"
-        )
     encoder.quantize_layers(saved)
     parameters = named_parameters(model)
     expected = {name: parameter.get_value() for name, parameter in parameters.items()}

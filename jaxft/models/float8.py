@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxft import reference
+from jaxft.models import inputs
 from jaxft.ops import checks
 
 logger = logging.getLogger("jaxft")
@@ -53,15 +55,38 @@ class Float8Recipe:
         return reference.to_float8(wide / scale[:, None], 1.0), scale
 
 
-def as_recipe(where: str, quantization: Any) -> Float8Recipe | None:
-    """Checks an argument `quantization`: None, "fp8", or a recipe."""
-    if quantization is None or isinstance(quantization, Float8Recipe):
-        return quantization
-    if quantization == "fp8":
+def as_recipe(name: str, given: Any) -> Float8Recipe:
+    """Checks an argument that is "fp8" or a recipe. `name` begins the message of the ValueError."""
+    if isinstance(given, Float8Recipe):
+        return given
+    if given == "fp8":
         return Float8Recipe()
-    raise ValueError(
-        f"{where}: quantization must be None, 'fp8' or a jaxft.models.Float8Recipe, got {quantization!r:.100}"
-    )
+    raise ValueError(f"{name} must be 'fp8' or a jaxft.models.Float8Recipe, got {given!r:.100}")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raises a ValueError if a model in float8 cannot compute in a dtype. `name` begins the message."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{name} must be bfloat16 or float16 for a model in float8, got {dtype}")
+
+
+def load_options(
+    recipe: Float8Recipe | None, saved: Float8Recipe | None, dtype: DTypeLike | None, param_dtype: DTypeLike | None
+) -> tuple[Float8Recipe | None, DTypeLike, DTypeLike]:  # fmt: skip
+    """Returns recipe, `dtype` and `param_dtype` of a model that `from_pretrained` loads, from its arguments.
+
+    `saved` is the recipe of a checkpoint in float8. Raises a ValueError if the arguments do not fit it.
+    """
+    if saved is not None and recipe not in (None, saved):
+        raise ValueError(
+            f"from_pretrained: quantization must be None for a model that is saved in float8 with {saved}, got {recipe}"
+        )
+    recipe = recipe or saved
+    if dtype is None:
+        dtype = jnp.float32 if recipe is None else jnp.bfloat16
+    if recipe is not None:
+        check_dtype("from_pretrained: dtype", inputs.float_dtype("from_pretrained", "dtype", dtype))
+    return recipe, dtype, dtype if param_dtype is None else param_dtype
 
 
 def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
@@ -85,13 +110,16 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
 
     Raises:
       TypeError: `model` contains no `BertModel`.
-      ValueError: `model` is in float8 already or its dtype is float32, or `recipe` is another string.
+      ValueError: `model` is in float8 already or its dtype is float32, or `recipe` is something else.
     """
-    found = as_recipe("quantize", recipe)
+    found = as_recipe("quantize: recipe", recipe)
     copy = nnx.clone(model) if isinstance(model, nnx.Module) else None
     encoders = [] if copy is None else [m for _, m in nnx.iter_modules(copy) if hasattr(m, "quantize_layers")]
-    if not encoders or copy is None or found is None:
-        raise TypeError(f"quantize: model must be or contain a BertModel, got {type(model).__name__}")
+    if not encoders or copy is None:
+        raise TypeError(
+            f"quantize: model must be a BertModel or an nnx.Module that contains one, got {type(model).__name__} "
+            "(from_pretrained of text encoders has the argument quantization)"
+        )
     for encoder in encoders:
         encoder.quantize_layers(found)
     return copy
@@ -100,12 +128,15 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
 def read_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Float8Recipe | None]:
     """Splits the content of a config.json into what remains, and the recipe of a model that jaxft has quantized.
 
-    Raises a ValueError if the recipe is impossible.
+    Raises a ValueError if the recipe is impossible or has settings that are not known here.
     """
     rest, saved = dict(settings), settings.get("quantization_config")
     if not isinstance(saved, dict) or saved.get("quant_method") != METHOD:
         return rest, None
     del rest["quantization_config"]
+    known = {"quant_method", "format", *(field.name for field in dataclasses.fields(Float8Recipe))}
+    if unknown := sorted(saved.keys() - known):
+        raise ValueError(f"quantization_config: {', '.join(unknown)} is not supported")
     try:
         return rest, Float8Recipe(saved.get("activation_scale", 1.0))
     except (TypeError, OverflowError) as error:

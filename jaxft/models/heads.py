@@ -16,7 +16,7 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import inputs
 from jaxft.models.bert import BertModel, checkpoint_of, load_model, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
-from jaxft.models.float8 import Float8Recipe, as_recipe, read_settings
+from jaxft.models.float8 import Float8Recipe, as_recipe, load_options, read_settings
 from jaxft.ops import checks
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 
@@ -145,7 +145,7 @@ class EncoderWithHead(nnx.Module):
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
         remat: bool = False,
@@ -187,13 +187,13 @@ class EncoderWithHead(nnx.Module):
             of_head = settings if is_own else {"tie_word_embeddings": settings.get("tie_word_embeddings")}
             return config, is_own, cls._head_options(of_head, config, head), settings, saved
 
-        recipe = as_recipe("from_pretrained", quantization)
+        recipe = None if quantization is None else as_recipe("from_pretrained: quantization", quantization)
         inputs.check_initial(cls.__name__, rngs)
-        param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         config, is_own, options, settings, saved = checkpoint_files.read_config(folder, parse)
+        recipe, dtype, param_dtype = load_options(recipe, saved, dtype, param_dtype)
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
         if rngs is not None:

@@ -140,11 +140,15 @@ def count_clipped(fn: Callable[..., Any], *args: Any) -> list[Clipped]:
         jaxft.models.count_clipped(model, input_ids, attention_mask)
 
     Args:
-      fn: a function, such as a model. It must not be jitted itself, or its matmuls are not seen.
+      fn: a function, such as a model. Its matmuls must not be inside of `jax.jit` or another transformation. Other
+        arguments of a model, such as `max_seqlen`, can be bound by a lambda.
       *args: arrays.
 
     Returns:
       A `Clipped` for each matmul, in the order of the calls. An element counts if it is 448 or -448, in padding too.
+
+    Raises:
+      ValueError: no matmul of float8 is seen, because `fn` has none or is transformed.
     """
 
     def counted(*args: Any) -> list[Array]:
@@ -158,7 +162,14 @@ def count_clipped(fn: Callable[..., Any], *args: Any) -> list[Clipped]:
         return [count for *_, count in seen]
 
     names: list[tuple[str, tuple[int, ...]]] = []
-    counts = jax.jit(counted)(*args)
+    try:
+        counts = jax.jit(counted)(*args)
+    except jax.errors.UnexpectedTracerError as error:  # the counts are inside of the transformation
+        raise ValueError("count_clipped: fn must not have its matmuls inside of jax.jit or the like") from error
+    if not counts:
+        raise ValueError(
+            "count_clipped: fn must have matmuls of float8_e4m3fn, and not inside of jax.jit; none is seen"
+        )
     return [Clipped(*named, int(count)) for named, count in zip(names, counts, strict=True)]
 
 

@@ -496,10 +496,11 @@ def _manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not isinstance(found.get("settings"), dict) or "ranges" not in found:
         raise DataError(f"{file}: has no settings")
     before = found["settings"]
-    for name, value in settings.items():
-        if (its := before.get(name)) != value:
+    for name in {**settings, **before}:
+        its, value = before.get(name), settings.get(name)  # one of them may lack it
+        if its != value:
             if name == "data" and isinstance(its, list):  # of many files, those that differ
-                its, value = next((a, b) for a, b in itertools.zip_longest(its, value) if a != b)
+                its, value = next((a, b) for a, b in itertools.zip_longest(its, settings[name]) if a != b)
             raise DataError(
                 f"{folder}: its parts were made with {name} {its!r:.200}, not {value!r:.200}; pass the same settings, "
                 "or another folder"

@@ -128,7 +128,7 @@ class CrossEncoder:
         activation_fn: Activation | None = None,
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         implementation: str | None = None,
         quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
@@ -152,6 +152,7 @@ class CrossEncoder:
           prompts: as for the constructor. They win over prompts of the same name in the files, which are kept.
           default_prompt_name: as for the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
+            None is bfloat16 for a model in float8 and float32 for others.
           implementation: passed to every op. None picks the fastest for the device.
           quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: whether batches are packed, as for `SentenceEncoder`.

@@ -228,12 +228,15 @@ def _made_with() -> dict[str, str]:
 
 def _dtype(model: nnx.Module, encoder: BertModel) -> str:
     """Returns the dtype with which `from_pretrained` loads the saved parameters as they are."""
-    dtype = encoder.embeddings.word[...].dtype
+    in_float8 = encoder.recipe is not None
+    dtype = encoder.embeddings.options.dtype if in_float8 else encoder.embeddings.word[...].dtype
     if any(layer.views for layer in encoder.layers):
         raise ValueError("export: a model of jaxft.models.join_kernels cannot be exported; export the original model")
     for name, parameter in named_parameters(model).items():
         expected = jnp.dtype(jnp.float32) if re.match(r"(token_)?modules\.", name) else dtype
-        if encoder.recipe is None and parameter.dtype != expected:
+        if in_float8 and re.search(r"\blayers\.\d+\.\w+_(kernel|scale)$", name):
+            continue
+        if parameter.dtype != expected:
             raise ValueError(f"export: the parameter {name} must be {expected}, as it is loaded, got {parameter.dtype}")
     return str(dtype)
 

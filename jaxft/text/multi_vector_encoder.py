@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -129,7 +128,7 @@ class MultiVectorEncoder(TextEncoder):
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
         similarity_fn_name: str | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         implementation: str | None = None,
         quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
@@ -150,7 +149,7 @@ class MultiVectorEncoder(TextEncoder):
           default_prompt_name: see `SentenceEncoder.from_pretrained`.
           similarity_fn_name: see the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation of the encoder. The modules after
-            it compute in float32, and embeddings are always float32.
+            it compute in float32, and embeddings are always float32. None: see `BertModel.from_pretrained`.
           implementation: passed to every op. None picks the fastest for the device.
           quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: see the constructor.

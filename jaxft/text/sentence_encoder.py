@@ -144,7 +144,7 @@ class SentenceEncoder(TextEncoder):
         default_prompt_name: str | None = None,
         truncate_dim: int | None = None,
         similarity_fn_name: str | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         implementation: str | None = None,
         quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
@@ -168,7 +168,8 @@ class SentenceEncoder(TextEncoder):
           truncate_dim: see the constructor. None takes the number in the files.
           similarity_fn_name: see the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation of the encoder. Pooling and the
-            modules after it compute in float32, and embeddings are always float32.
+            modules after it compute in float32, and embeddings are always float32. None is bfloat16 for a model in
+            float8 and float32 for others.
           implementation: passed to every op. None picks the fastest for the device.
           quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: whether batches are packed, see the constructor.

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from jax.experimental import sparse
@@ -106,7 +105,7 @@ class SparseEncoder(TextEncoder):
         prompts: Mapping[str, str] | None = None,
         default_prompt_name: str | None = None,
         similarity_fn_name: str | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         implementation: str | None = None,
         quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
@@ -128,7 +127,7 @@ class SparseEncoder(TextEncoder):
           default_prompt_name: see `SentenceEncoder.from_pretrained`.
           similarity_fn_name: see the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Logits and embeddings are always
-            float32.
+            float32. None: see `BertModel.from_pretrained`.
           implementation: passed to every op. None picks the fastest for the device.
           quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: see `SentenceEncoder`.

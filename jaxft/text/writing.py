@@ -268,8 +268,7 @@ def _model_card(
     base = kept.get("base_model", [])
     bases = [f"[{name}](https://huggingface.co/{name})" for name in ([base] if isinstance(base, str) else base)]
     theirs = settings["model_type"]
-    dtype = ', dtype="bfloat16"' if in_float8 else ""
-    call = f'{ours}.from_pretrained("path/to/this/folder"{dtype})'
+    call = f'{ours}.from_pretrained("path/to/this/folder")'
     by_them = [
         "With [sentence-transformers](https://www.sbert.net):", "", "```python",
         use.format(package="sentence_transformers", name=theirs, call=f'{theirs}("path/to/this/folder")') + "```", "",
