@@ -391,11 +391,11 @@ def _run_corpus(args: argparse.Namespace) -> None:
         folder = checkpoint_files.resolve(args.model, revision=args.revision)
         dtype, recipe = _precision(encoder)
         model = {
-            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "quantization": args.quantization,
+            "model_sha256": corpora.model_digest(folder), "dtype": dtype,
+            "quantization": None if recipe is None else dataclasses.asdict(recipe),
             "implementation": args.implementation, "_model": args.model, "_revision": args.revision,
             "_device": _device()["device"], "_versions": _versions(),
         }  # fmt: skip
-        model |= {} if recipe is None else {"float8": dataclasses.asdict(recipe)}
         start = time.perf_counter()
         done = corpora.encode_corpus(
             encoder, args.data, target, text_column=args.text_column or "text", keep=args.keep or (),
