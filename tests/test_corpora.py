@@ -139,7 +139,7 @@ def test_ranges_of_no_texts_are_written(encoder):
     write("a.parquet", pa.array([None] * 3, pa.string()))
     corpora.encode_corpus(encoder, ["a.parquet"], "out", precision="int8")
     assert np.shape(json.loads(Path("out/manifest.json").read_text())["ranges"]) == (2, tiny.WIDTH)
-    assert read("out")["embedding"].null_count == 3
+    assert read("out")["embedding"].to_pylist() == [[None] * tiny.WIDTH] * 3
 
 
 def test_shards_make_the_same_parts(encoder):
@@ -175,9 +175,10 @@ def test_null_text_gives_a_null_embedding(kind, model, encoder, capsys):
     command = ["encode", "--model", model, f"a.{kind}", "-o", "out/", "--rows-per-part", "75", "--keep", "number"]
     assert cli.main(command) == 0
     table = read("out")
-    assert [i for i, row in enumerate(table["embedding"].to_pylist()) if row is None] == [70, 91]
-    assert table["number"].to_pylist() == [*range(92)]
-    found = vectors(table.filter(pa.compute.is_valid(table["embedding"])))
+    assert table["embedding"].null_count == 0  # old versions of pyarrow read no null among lists of a fixed size
+    is_null = np.array([row == [None] * tiny.WIDTH for row in table["embedding"].to_pylist()])
+    assert [*np.flatnonzero(is_null)] == [70, 91] and table["number"].to_pylist() == [*range(92)]
+    found = vectors(table.filter(~is_null))
     np.testing.assert_allclose(found, encoder.encode(TEXTS[:90]), atol=1e-5)
     assert "2 rows have no text; their embeddings are null" in capsys.readouterr().err
 
@@ -698,12 +699,11 @@ def test_wrong_files(encoder, name, content, message):
         corpora.encode_corpus(encoder, [name], "out")
 
 
-def test_error_in_the_middle_keeps_the_parts_before(encoder, monkeypatch):
-    monkeypatch.setattr(records, "_SAMPLE", 50)  # the records that are read first, before anything is written
-    write("a.jsonl", TEXTS)
+def test_error_in_the_middle_keeps_the_parts_before(encoder):
+    write("a.jsonl", ["rain"] * 1000)  # the first records are read beforehand
     Path("b.jsonl").write_text('"rain"\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"b.jsonl, line 2: expected"):
-        corpora.encode_corpus(encoder, ["a.jsonl", "b.jsonl"], "out", rows_per_part=50)
+        corpora.encode_corpus(encoder, ["a.jsonl", "b.jsonl"], "out", rows_per_part=250)
     assert set(contents("out")) <= {
         "manifest.json",
         *(f"part-00000{i}.{s}" for i in range(4) for s in ("json", "parquet")),

@@ -87,10 +87,10 @@ def encode_corpus(
     """Writes the embeddings of the texts of files to parquet files, in the order of the texts.
 
     Part k of the result, `part-00000k.parquet`, has the rows from `k * rows_per_part` on: the columns `keep` and
-    "embedding", a fixed-size list. A row whose text is null gets the embedding null. Beside each part is a file with
-    its checksum. A call skips the parts that are there and whole, so that the same call goes on after an interruption.
-    The parts are then the same, to the byte, if device, versions and memory are the same. manifest.json has the
-    settings. Reading, tokenising, computing and writing overlap, and memory does not grow with the data.
+    "embedding", a fixed-size list. The components of the embedding of a null text are null. Beside each part is a file
+    with its checksum. A call skips the parts that are there and whole, so that the same call goes on after an
+    interruption. The parts are then the same, to the byte, if device, versions and memory are the same. manifest.json
+    has the settings. Reading, tokenising, computing and writing overlap, and memory does not grow with the data.
 
     Args:
       encoder: the encoder.
@@ -434,8 +434,9 @@ class _OpenPart:
             is_null = np.array([text is None for block in chunk.blocks for text in block.texts])
             values = np.zeros((chunk.rows, embeddings.shape[1]), embeddings.dtype)
             values[~is_null] = embeddings
-            mask = pa.array(is_null)
-        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=field.type, mask=mask)
+            # Up to version 24, pyarrow neither writes nor reads lists of a fixed size that are null themselves.
+            mask = np.repeat(is_null, embeddings.shape[1])
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), mask=mask), type=field.type)
         arrays = [kept.column(name) for name in kept.column_names] if len(self._schema) > 1 else []
         with atomic.writing(self._file):
             table = pa.table([*arrays, column], schema=self._schema)
