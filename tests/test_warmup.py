@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -211,6 +212,23 @@ def test_threads_compile_a_program_once(folder, compiled):
     for one in found:
         np.testing.assert_array_equal(one, later)
     np.testing.assert_allclose(later, expected, rtol=0, atol=1e-5)  # of another program, in which bits may differ
+
+
+@pytest.mark.parametrize(("kind", "packed"), [
+    ("cross", True), ("sentence", True),
+    *slow_cases(("cross", False), ("sparse", True), ("sparse", False), ("multi-vector", True), ("multi-vector", False)),
+])  # fmt: skip
+def test_threads_get_the_bits_of_one(kind, folder, tmp_path, packed):
+    """Eight threads call an encoder that has computed nothing yet. Single texts have a way of their own."""
+    _, alone, options = load(kind, folder, tmp_path, packed)
+    calls = [TEXTS[i : i + 1 + 3 * (i % 2)] for i in range(16)]
+    expected = [alone(texts, **options) for texts in calls]
+    _, shared, options = load(kind, folder, tmp_path, packed)
+    with ThreadPoolExecutor(8) as threads:
+        found = [*threads.map(lambda texts: shared(texts, **options), calls * 4)]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected * 4), strict=True):
+        a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))  # SciPy's sparse arrays
+        np.testing.assert_array_equal(a, b)
 
 
 def test_at_most_twenty_programs_at_512_tokens():
