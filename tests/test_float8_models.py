@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 import encoders
 import jaxft
 import tiny
-from cases import lower, slow
+from cases import INTERPRET, lower, slow
 from jaxft import (
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -108,6 +108,14 @@ def test_results_do_not_depend_on_the_batch():
     run = jax.jit(lambda x: model(x).last_hidden_state)
     alone = [np.float32(run(row[None]))[0] for row in ids()]
     np.testing.assert_array_equal(np.stack(alone), np.float32(run(ids())))
+
+
+def test_reruns_are_bitwise_equal():
+    model, x = quantize(encoder()), ids(3 if INTERPRET else 500)
+    run = jax.jit(lambda x: model(x).last_hidden_state)
+    expected = np.float32(run(x))
+    for _ in range(1 if INTERPRET else 20):
+        np.testing.assert_array_equal(np.float32(run(x)), expected)
 
 
 def test_quantize_returns_a_copy():
