@@ -89,4 +89,7 @@ def dropout(x: Array, rate: float, key: Array | None, within: tuple[int, ...] | 
     """Returns x / (1 - rate) where the mask keeps the element, else 0; x itself if `rate` is 0 or `key` is None."""
     if rate == 0.0 or key is None:
         return x
-    return jnp.where(dropout_mask(key, rate, x.shape, within), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))
+    mask = dropout_mask(key, rate, x.shape, within)
+    if (sharding := jax.typeof(x).sharding).mesh.explicit_axes:
+        mask = jax.sharding.reshard(mask, sharding)
+    return jnp.where(mask, x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))

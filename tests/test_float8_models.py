@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 import encoders
 import jaxft
 import tiny
-from cases import lower, slow
+from cases import INTERPRET, lower, slow
 from jaxft import (
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -78,6 +78,11 @@ def test_accuracy_on_minilm(minilm):
     spearman = np.corrcoef(ranks((wide @ wide.T)[upper]), ranks((narrow @ narrow.T)[upper]))[0, 1]
     print(f"cosine {cosines.mean():.4f}, least {cosines.min():.4f}; Spearman {spearman:.4f}")
     assert 0.9970 <= cosines.mean() < 0.9995 and spearman >= 0.996
+    # Queries in float8 and an index in float32, and both in float8; the table of docs/float8.md.
+    changes = [np.abs(index @ narrow.T - wide @ wide.T)[upper] for index in (wide, narrow)]
+    (mixed, both), largest = [x.mean() for x in changes], [x.max() for x in changes]
+    print(f"similarities change by {mixed:.4f} and {both:.4f}, at most by {largest[0]:.3f} and {largest[1]:.3f}")
+    assert mixed < 0.005 and mixed < both < 0.008 and max(largest) < 0.05
 
 
 def test_kernels_have_a_scale_for_each_column():
@@ -108,6 +113,14 @@ def test_results_do_not_depend_on_the_batch():
     run = jax.jit(lambda x: model(x).last_hidden_state)
     alone = [np.float32(run(row[None]))[0] for row in ids()]
     np.testing.assert_array_equal(np.stack(alone), np.float32(run(ids())))
+
+
+def test_reruns_are_bitwise_equal():
+    model, x = quantize(encoder()), ids(3 if INTERPRET else 500)
+    run = jax.jit(lambda x: model(x).last_hidden_state)
+    expected = np.float32(run(x))
+    for _ in range(1 if INTERPRET else 20):
+        np.testing.assert_array_equal(np.float32(run(x)), expected)
 
 
 def test_quantize_returns_a_copy():

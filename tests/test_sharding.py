@@ -417,13 +417,21 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: {"pad_token_id": 1} for name in ("mpnet", "gte", "jina_embeddings_v3")},
     "nomic_bert": {}, "electra": {}, "albert": {},
 }  # fmt: skip
-HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
+HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification")
 DIVISIONS = ((None, False), ("model", False), (None, True), ("model", True))  # model_axis, fsdp
-SOME_MODELS = (("bert", "BertForMaskedLM", "model", True), ("modernbert", "BertModel", "model", False))
+SOME_MODELS = (
+    ("bert", "BertForMaskedLM", "model", True), ("modernbert", "BertModel", "model", False),
+    ("deberta-v2", "BertForTokenClassification", None, False),
+)  # fmt: skip
 
 
 def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -> float:
-    """Returns the largest relative error of the value and gradients of a model on 2x2 devices with Explicit axes."""
+    """Returns the largest relative error of the value and gradients of a model on 2x2 devices with Explicit axes.
+
+    The model has dropout, except for ModernBERT.
+    """
+    import dataclasses
+
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -435,7 +443,10 @@ def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
              "intermediate_size": 32, "max_position_embeddings": 64}  # fmt: skip
     config = jaxft.BertConfig.from_dict({"model_type": name} | sizes | MODELS[name])
+    if name != "modernbert":
+        config = dataclasses.replace(config, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
     model = getattr(jaxft, head)(config, rngs=nnx.Rngs(0))
+    model.train()
     graph, params = nnx.split(model)
     ids = np.random.default_rng(0).integers(5, 30, (B, 8), np.int32)
     mask = np.arange(8) < np.array([[8], [5], [8], [3]])
@@ -450,8 +461,8 @@ def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -
             params = jax.tree.map(jax.sharding.reshard, params, placed(fsdp=False))
         model = nnx.merge(graph, params)
         if head == "BertForMaskedLM":
-            return model.loss(ids, labels, mask).mean
-        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(model(ids, mask)))
+            return model.loss(ids, labels, mask, rngs=jax.random.key(0)).mean
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(model(ids, mask, rngs=jax.random.key(0))))
 
     step = jax.jit(jax.value_and_grad(value), static_argnums=4)
     batch = ids, mask, np.where(mask & (np.arange(8) % 2 > 0), ids, -100)
