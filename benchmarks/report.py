@@ -416,7 +416,7 @@ def _duration(us: float) -> str:
 def outputs(root: Path) -> dict[Path, str | Figure]:
     """Returns what the files must hold."""
     docs, found, lines = root / "docs" / "benchmarks", dict[Path, str | Figure](), []
-    compared: dict[str, tuple[str, list[timing.Row]]] = {}  # newest date -> device, rows of other libraries
+    compared: list[tuple[int, str, str, list[timing.Row]]] = []  # number, newest date, device, rows beside libraries
     rows_of: dict[str, list[timing.Row]] = {}
     for path in sorted((root / "benchmarks" / "results").glob("*.csv")):
         rows, device = timing.newest(timing.read_rows(path)), path.stem.replace("_", " ")
@@ -425,7 +425,7 @@ def outputs(root: Path) -> dict[Path, str | Figure]:
         measured = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} with JAX {', '.join(versions)}"
         parts = [f"# {device}", f"Measured {measured}. `benchmarks/results/{path.name}` has the numbers."]
         if others := [row for row in rows if section(row) == "peers"]:
-            compared[max(row["date"] for row in others)] = device, others
+            compared.append((len(others), max(row["date"] for row in others), device, others))
             parts += ["## Other libraries", "\n".join(peers_table(others))]
         if (figure := encoder_figure(rows, device)) is not None:
             found[docs / f"{path.stem}.png"] = figure
@@ -434,7 +434,7 @@ def outputs(root: Path) -> dict[Path, str | Figure]:
         lines.append(f"| [{device}]({path.stem}.md) | {len(rows):,} | {measured} |")
     found[docs / "index.md"] = INDEX + "\n".join(["| device | rows | measured |", "|---|---:|---|", *lines]) + "\n"
     if compared:
-        device, others = compared[max(compared)]
+        *_, device, others = max(compared)  # the device with the most cases
         found[docs / "peers.png"] = peers_figure(others, device)
         lines = [f"{device}. {line}" if line.startswith("Medians") else line for line in peers_table(others)]
         found[root / "README.md"] = between(root / "README.md", BEGIN, lines)
