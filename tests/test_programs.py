@@ -226,11 +226,12 @@ def test_damaged_program_is_compiled_again(model, folder, damage, lowered):
     lowered.clear()
     for _ in range(2):
         np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
-    assert len(lowered) == (2 if jax.default_backend() == "cpu" else 1)  # CPUs do not keep what JAX's cache has
+    on_cpu = jax.default_backend() == "cpu"
+    assert len(lowered) == (2 if on_cpu else 1)  # CPUs do not keep what JAX's cache has
     _forget(folder)
     for _ in range(2):
         np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
-    assert len(lowered) == 3
+    assert len(lowered) == (3 if on_cpu else 1)
 
 
 def _forget(folder):
@@ -320,7 +321,7 @@ def test_state_has_what_may_change_between_calls():
     assert programs.state([[x + 1]]) == before
     others = [x.astype("bfloat16"), jnp.zeros(4), jax.device_put(x, jax.devices()[0])]
     assert before not in [programs.state([[other]]) for other in others]
-    for context in (dispatch.target(), jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(True)):
+    for context in (dispatch.target("another card"), jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(True)):
         with context:
             assert programs.state([[x]]) != before
 
