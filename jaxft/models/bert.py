@@ -530,6 +530,7 @@ class BertModel(nnx.Module):
 
     Attributes:
       deterministic: whether calls run without dropout. `train()` and `eval()` set it.
+      recipe: the `jaxft.models.Float8Recipe` of a model in float8, else None.
 
     Raises:
       TypeError: `config` is not a `BertConfig`, `remat` or `add_pooling_layer` is not a boolean, or `rngs` is not an
