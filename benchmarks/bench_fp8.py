@@ -262,7 +262,7 @@ def sustained_row(
     """
     times, note = sustained(call, args.seconds, args.seconds / (10 if warm else 3))
     if samples:
-        note = f"{samples / np.median(times) * 1e6:,.0f} samples/s; {note}; {NOTE}"
+        note = f"{samples / np.median(times) * 1e6:,.0f} samples/s; {note}; lengths of {args.lengths.name}; {NOTE}"
     row = timing.as_row(key, name, "sustained_us", times, work, "TFLOP/s", note) | timing.origin()
     print(f"{row['op']} {row['shape']}, {name}: sustained {row['p50']} us; {note}", flush=True)
     timing.write_rows([row], args.out)

@@ -137,6 +137,8 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
                 if name == "encode short texts":  # the second column is no peer
                     head, lines = head[:-1], [line[:-1] for line in lines]
                 parts += [f"{METRICS[metric][0].upper()}{METRICS[metric][1:]}:", markdown([head, *lines])]
+        if name == "fp8" and (notes := [row for row in own if row["note"]]):  # power and clock
+            parts.append("\n".join(f"- {r['op']} {r['shape']}, {r['implementation']}: {r['note']}." for r in notes))
         if name == "encode docstrings" and (found := throughput(own)):
             parts += ["Packed, in the same runs; the last column compares with batches on the device already:", found]
     return parts

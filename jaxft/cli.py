@@ -600,6 +600,8 @@ def _run_bench(args: argparse.Namespace) -> None:
             recipe = None if args.quantization is None else as_recipe("--quantization", args.quantization)
             if saved is not None:
                 raise _UserError(f"{args.model}: is in float8; bench needs the 16-bit model, with --quantization fp8")
+            if reason := model.layers[0].unlike_bert():
+                raise _UserError(f"{args.model}: bench compares layers like BERT's only, but {reason}")
             if recipe is not None and (reason := model.layers[0].not_in_float8()):
                 raise _UserError(f"{args.model}: no layer of the model runs in float8: {reason}")
             for length in args.length:

@@ -87,6 +87,17 @@ def test_float8_of_other_models_is_refused(model, tmp_path, capsys):
         assert message == f"{narrow}: is in float8; bench needs the 16-bit model, with --quantization fp8"
 
 
+@pytest.mark.parametrize(("kind", "reason"), [("modernbert", "norms come before attention"),
+                                              ("nomic_bert", "its feed-forward network is gated")])  # fmt: skip
+def test_other_layers_than_those_of_bert_are_refused(kind, reason, tmp_path, capsys):
+    sizes = {"vocab_size": 40, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+    config = bert.BertConfig.from_dict(sizes | {"intermediate_size": 128, "model_type": kind})
+    bert.BertModel(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    for options in ([], ["--quantization", "fp8"]):
+        message = fails(capsys, "--model", str(tmp_path), "--batch", "1", "--length", "8", *options)
+        assert message == f"{tmp_path}: bench compares layers like BERT's only, but {reason}"
+
+
 def test_float8_of_a_real_model_is_near_enough(minilm, monkeypatch):
     """The layers get hidden states such as they are trained for. Of normal numbers, the cosine is below 0.98."""
     monkeypatch.setattr(comparison, "_times", dict)

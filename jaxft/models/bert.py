@@ -248,8 +248,8 @@ class BertLayer(nnx.Module):
         self.has_next = False
         self.views: tuple[tuple[int, tuple[int, int]], ...] = ()  # first row and shape of each of the joined kernels
 
-    def not_in_float8(self) -> str | None:
-        """Returns the reason why `quantize` leaves the layer in 16 bits, or None."""
+    def unlike_bert(self) -> str | None:
+        """Returns in what the layer differs from BERT's, other than in sizes, biases and positions, or None."""
         config = self.options.config
         if config.norm_first:
             return "norms come before attention"
@@ -257,6 +257,13 @@ class BertLayer(nnx.Module):
             return "its feed-forward network is gated"
         if config.positions == "disentangled":
             return "its attention is disentangled"
+        return None
+
+    def not_in_float8(self) -> str | None:
+        """Returns the reason why `quantize` leaves the layer in 16 bits, or None."""
+        if reason := self.unlike_bert():
+            return reason
+        config = self.options.config
         for name in ("hidden_size", "intermediate_size"):
             if getattr(config, name) % 128:
                 return f"{name} {getattr(config, name)} is not a multiple of 128"
@@ -530,6 +537,7 @@ class BertModel(nnx.Module):
 
     Attributes:
       deterministic: whether calls run without dropout. `train()` and `eval()` set it.
+      recipe: the `jaxft.models.Float8Recipe` of a model in float8, else None.
 
     Raises:
       TypeError: `config` is not a `BertConfig`, `remat` or `add_pooling_layer` is not a boolean, or `rngs` is not an
