@@ -6,6 +6,7 @@ This file is also the program that the tests run once, in a process with eight C
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -476,6 +477,62 @@ def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-4)) for a, b in pairs)
 
 
+AFTER = ("EmbeddingModel", "SpladeModel", "BertForQuestionAnswering", "BertForSequenceClassification")
+
+
+def measure_after(kind: str, with_mask: bool) -> dict[str, dict[str, Any]]:
+    """Divides the texts among four devices for the modules after an encoder, such as all modes of pooling.
+
+    Returns the largest relative error of the value and gradients of each model, and what they exchange beside sums.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import jaxft
+    from jaxft.models.embedding import Dropout, Normalize
+    from jaxft.models.pooling import MODES
+
+    config = tiny.config(hidden_dropout_prob=0.2)
+    modern = {"model_type": "modernbert", "pad_token_id": 0, "classifier_pooling": "mean", "vocab_size": 40,
+              "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}  # fmt: skip
+    encoder = jaxft.BertModel(config, rngs=nnx.Rngs(0))
+    models: dict[str, Any] = {
+        "EmbeddingModel": jaxft.EmbeddingModel(encoder, pooling=MODES, modules=[Dropout(0.2), Normalize()]),
+        "SpladeModel": jaxft.SpladeModel(jaxft.BertForMaskedLM(config, rngs=nnx.Rngs(0))),
+        "BertForQuestionAnswering": jaxft.BertForQuestionAnswering(config, rngs=nnx.Rngs(0)),
+        "BertForSequenceClassification": jaxft.BertForSequenceClassification(
+            jaxft.BertConfig.from_dict(modern), rngs=nnx.Rngs(0)
+        ),
+    }
+    ids = np.random.default_rng(0).integers(5, 18, (B, T), np.int32)
+    mask = np.arange(T) < np.array([[6], [5], [2], [3]]) if with_mask else None
+    mesh = jax.make_mesh((4,), ("data",), (AxisType[kind],), devices=jax.devices()[:4])
+    batch = ids, mask, np.array([[0, 1], [1, 2], [0, 0], [2, 2]], np.int32)
+    divided = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    found = {}
+    for name, model in models.items():
+        model.train()
+        graph, params = nnx.split(model)
+
+        def value(params, ids, mask, labels, graph=graph, name=name):
+            model, key = nnx.merge(graph, params), jax.random.key(0)
+            if name == "BertForQuestionAnswering":
+                return model.loss(ids, labels, mask, rngs=key).mean
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(model(ids, mask, rngs=key)))
+
+        step = jax.jit(jax.value_and_grad(value))
+        alone = step(params, *batch)
+        with jax.set_mesh(mesh):
+            program = step.lower(jax.device_put(params, NamedSharding(mesh, PartitionSpec())), *divided).compile()
+            pairs = [*zip(*map(jax.tree.leaves, (alone, program(params, *divided))), strict=True)]
+        greatest = max(float(np.max(np.abs(a))) for a, _ in pairs)
+        error = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs) / greatest
+        found[name] = {"error": error, "moved": collectives(program.as_text())[1]}
+    return found
+
+
 def division(arguments, results, shapes, specs, mesh=(2, 2), mapped=False, **rule):
     """Returns how a kernel divides the named axes of arrays, whose shardings are mesh axes for each axis."""
     from jaxft.ops.sharding import Rule, _Layout, _names_of
@@ -595,6 +652,14 @@ def test_all_models_map_themselves_over_explicit_axes(name, tmp_path):
     in_process(4, "explicit", str(tmp_path / "errors.json"), name)
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert len(errors) == len(HEADS) * len(DIVISIONS) and max(errors.values()) < 3e-6, errors
+
+
+@pytest.mark.parametrize("model", AFTER)
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_modules_after_an_encoder_exchange_sums_only(axes, with_mask, model, measured):
+    found = measured[f"after {axes} {with_mask}"][model]
+    assert found["error"] < 2e-6 and not found["moved"]
 
 
 def check(case: Case, implementation: str | None, found: dict[str, Any]) -> None:
@@ -742,6 +807,8 @@ def measure_all(file: str, wanted: str) -> None:
         for i in case.implementations:
             if kinds := tuple(kind for kind in case.kinds if f"{name} {i} {kind}" in json.loads(wanted)):
                 results[f"{name} {i}"] = measure(case, i, kinds)
+    for kind, with_mask in itertools.product(("Auto", "Explicit"), (False, True)):
+        results[f"after {kind} {with_mask}"] = measure_after(kind, with_mask)
     results["explicit"] = {str(case): measure_explicit(*case) for case in SOME_MODELS}
     Path(file).write_text(json.dumps(results))
 

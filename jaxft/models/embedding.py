@@ -271,7 +271,7 @@ class EmbeddingModel(nnx.Module):
             _check_lengths(lengths, starts.size - 1)
             x = pool_packed(tokens, starts, self.pooling, max_seqlen, lengths)
         else:
-            mask = jnp.ones(tokens.shape[:2], jnp.bool)
+            mask = jnp.ones_like(tokens[:, :, 0], jnp.bool)
             if attention_mask is not None:
                 mask = inputs.as_ids("EmbeddingModel", "attention_mask", attention_mask, or_bool=True).astype(jnp.bool)
             _check_lengths(lengths, tokens.shape[0])

@@ -22,7 +22,8 @@ def pool(
     """
 
     def take(index: jax.Array) -> jax.Array:
-        return hidden.at[jnp.arange(index.shape[0]), index].get(mode="promise_in_bounds", unique_indices=True)
+        # Not with two indices: the sequences may be divided among devices.
+        return jax.vmap(lambda row, i: row.at[i].get(mode="promise_in_bounds", unique_indices=True))(hidden, index)
 
     return _pool(hidden, mask, modes, prompt_lengths, take, lambda: jnp.argmax(mask, axis=1).astype(jnp.int32))
 
