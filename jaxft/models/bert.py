@@ -854,7 +854,7 @@ def load_model(
 ) -> set[str]:  # fmt: skip
     """Sets the parameters of a model, or those that are `wanted`, from a checkpoint, and returns their names.
 
-    `saved` is the recipe of a checkpoint in float8. Of another one, the model is quantized after it is loaded.
+    `saved` is the recipe of a checkpoint in float8. Other checkpoints are loaded and then quantized with `recipe`.
     """
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     if saved is None:
