@@ -7,10 +7,14 @@ import re
 import huggingface_hub
 import pytest
 
+from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncoder
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
+from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.config import BertConfig
+from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.question_answering import BertForQuestionAnswering
 
 
 def test_resolve_returns_a_folder(tmp_path):
@@ -35,6 +39,23 @@ def test_resolve_refuses_overlong_names(monkeypatch):
 def test_resolve_refuses_values_that_are_no_names(name):
     with pytest.raises(TypeError, match=f"folder_or_id must be a string or a path, got {type(name).__name__}"):
         BertModel.from_pretrained(name)
+
+
+@pytest.mark.parametrize("option", [
+    {"dtype": "int32"}, {"dtype": "nonsense"}, {"param_dtype": "int32"}, {"implementation": "cuda"},
+    {"quantization": "int4"},
+])  # fmt: skip
+@pytest.mark.parametrize("cls", [
+    BertModel, BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification, BertForTokenClassification,
+    CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncoder,
+])  # fmt: skip
+def test_wrong_options_are_refused_before_a_download(cls, option, monkeypatch):
+    if "param_dtype" in option and cls.__name__.endswith("Encoder"):
+        option = {"quantization": 8}
+    monkeypatch.setattr(checkpoint_files, "resolve", None)
+    with pytest.raises((TypeError, ValueError), match=f"from_pretrained: {[*option][0]} must be ") as caught:
+        cls.from_pretrained("owner/model", **option)
+    assert repr([*option.values()][0]).strip("'") in str(caught.value)
 
 
 def test_resolve_refuses_a_file(tmp_path):

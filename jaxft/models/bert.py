@@ -23,8 +23,8 @@ from jaxft.models.config import BertConfig
 from jaxft.models.float8 import (
     FILE,
     Float8Recipe,
-    as_recipe,
     check_dtype,
+    check_load_options,
     load_options,
     read_settings,
     written_settings,
@@ -729,7 +729,7 @@ class BertModel(nnx.Module):
           TypeError: `folder_or_id` is not a string or path, or `remat` is not a boolean.
           ValueError: `dtype`, `param_dtype`, `implementation` or `quantization` is not supported.
         """
-        recipe = None if quantization is None else as_recipe("from_pretrained: quantization", quantization)
+        recipe = check_load_options(dtype, param_dtype, implementation, quantization)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxft import reference
+from jaxft import dispatch, reference
 from jaxft.models import inputs
 from jaxft.ops import checks
 
@@ -68,6 +68,18 @@ def check_dtype(name: str, dtype: Any) -> None:
     """Raises a ValueError if a model in float8 cannot compute in a dtype. `name` begins the message."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"{name} must be bfloat16 or float16 for a model in float8, got {dtype}")
+
+
+def check_load_options(dtype: Any, param_dtype: Any, implementation: Any, quantization: Any) -> Float8Recipe | None:
+    """Checks arguments of `from_pretrained`, before a checkpoint is downloaded. Returns the recipe of `quantization`.
+
+    Raises a ValueError or a TypeError that names the argument.
+    """
+    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if given is not None:
+            inputs.float_dtype("from_pretrained", name, given)
+    dispatch.check_name("from_pretrained", implementation)
+    return None if quantization is None else as_recipe("from_pretrained: quantization", quantization)
 
 
 def load_options(

@@ -16,7 +16,7 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import inputs
 from jaxft.models.bert import BertModel, checkpoint_of, load_model, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
-from jaxft.models.float8 import Float8Recipe, as_recipe, load_options, read_settings
+from jaxft.models.float8 import Float8Recipe, check_load_options, load_options, read_settings
 from jaxft.ops import checks
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 
@@ -187,7 +187,7 @@ class EncoderWithHead(nnx.Module):
             of_head = settings if is_own else {"tie_word_embeddings": settings.get("tie_word_embeddings")}
             return config, is_own, cls._head_options(of_head, config, head), settings, saved
 
-        recipe = None if quantization is None else as_recipe("from_pretrained: quantization", quantization)
+        recipe = check_load_options(dtype, param_dtype, implementation, quantization)
         inputs.check_initial(cls.__name__, rngs)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only

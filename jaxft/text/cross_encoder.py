@@ -169,7 +169,7 @@ class CrossEncoder:
         arguments.refuse("from_pretrained", others)
         files = folder, layout, settings = read_files(
             folder_or_id, module_files.read_cross_encoder, revision=revision, cache_dir=cache_dir,
-            local_files_only=local_files_only, implementation=implementation,
+            local_files_only=local_files_only, dtype=dtype, implementation=implementation, quantization=quantization,
         )  # fmt: skip
         options: dict[str, Any] = {
             "dtype": dtype, "implementation": implementation, "quantization": quantization

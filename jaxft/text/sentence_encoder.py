@@ -202,7 +202,7 @@ class SentenceEncoder(TextEncoder):
             folder_or_id, module_files.read_sentence_encoder, parts, revision=revision, cache_dir=cache_dir,
             local_files_only=local_files_only, max_seq_length=max_seq_length, prompts=prompts,
             default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name,
-            implementation=implementation, packed=packed,
+            dtype=dtype, implementation=implementation, quantization=quantization, packed=packed,
         )  # fmt: skip
 
     def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxft import compilation_cache, dispatch
 from jaxft.checkpoint import files as checkpoint_files
@@ -19,6 +20,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.config import BertConfig
+from jaxft.models.float8 import check_load_options
 from jaxft.ops import checks
 from jaxft.text import arguments, batching, exported, long_texts, module_files, processes, writing
 from jaxft.text import inputs as text_inputs
@@ -90,13 +92,17 @@ class Files(NamedTuple):
 
 def read_files(
     folder_or_id: str | os.PathLike[str], read: Callable[[Path], module_files.Layout], *, revision: str | None,
-    cache_dir: str | os.PathLike[str] | None, local_files_only: bool, implementation: str | None,
+    cache_dir: str | os.PathLike[str] | None, local_files_only: bool, dtype: DTypeLike | None,
+    implementation: str | None, quantization: Any,
 ) -> Files:  # fmt: skip
     """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout.
+
+    Checks the options of the model first.
 
     If a model with this `implementation` has kernels and no programs are stored or exported, a thread starts to import
     what tracing the first program needs.
     """
+    check_load_options(dtype, None, implementation, quantization)
     folder = checkpoint_files.resolve(
         folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -248,13 +254,15 @@ class TextEncoder:
         prompts: Mapping[str, str] | None,
         default_prompt_name: str | None,
         similarity_fn_name: str | None,
+        dtype: DTypeLike | None,
         implementation: str | None,
+        quantization: Any,
         packed: bool | None,
     ) -> Self:
         """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
         files = folder, layout, settings = read_files(
-            folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only,
-            implementation=implementation,
+            folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, dtype=dtype,
+            implementation=implementation, quantization=quantization,
         )  # fmt: skip
         own = parts(layout)
         config = own["model"].config
