@@ -158,7 +158,8 @@ def rows(found: Mapping[str, Sequence[dict[str, Any]]]) -> "list[timing.Row]":
                 key = {"op": "start-up MiniLM-L6", "direction": "forward", "shape": str(count)}
                 key["dtype"] = results[0]["dtype"]
                 times = [1e6 * result[name] for result in results]
-                made.append(timing.as_row(key, implementation, "wall_us", times, 1e9 * count, "ktext/s"))
+                note = f"{len(times)} processes"
+                made.append(timing.as_row(key, implementation, "wall_us", times, 1e9 * count, "ktext/s", note))
     return [row | timing.origin() for row in made]
 
 

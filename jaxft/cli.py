@@ -404,7 +404,7 @@ def _run_corpus(args: argparse.Namespace) -> None:
             normalize_embeddings=args.normalize, devices=args.on, show_progress_bar=True,
         )  # fmt: skip
     if done.nulls:
-        print(f"jaxft: {done.nulls:,} rows have no text; their embeddings are null", file=sys.stderr)
+        print(f"jaxft: {done.nulls:,} rows have no text; all components of their embeddings are null", file=sys.stderr)
     print(f"jaxft: parts: {done.written:,} written, {done.found:,} were there", file=sys.stderr)
     _print_speed(done.texts, time.perf_counter() - start, device)
 

@@ -180,7 +180,7 @@ def test_null_text_gives_a_null_embedding(kind, model, encoder, capsys):
     assert [*np.flatnonzero(is_null)] == [70, 91] and table["number"].to_pylist() == [*range(92)]
     found = vectors(table.filter(~is_null))
     np.testing.assert_allclose(found, encoder.encode(TEXTS[:90]), atol=1e-5)
-    assert "2 rows have no text; their embeddings are null" in capsys.readouterr().err
+    assert "2 rows have no text; all components of their embeddings are null" in capsys.readouterr().err
 
 
 def test_chunks_are_bounded_in_characters(encoder, monkeypatch):
@@ -767,6 +767,8 @@ def test_files_of_several_kinds_are_refused(encoder):
     write("out/a.txt", TEXTS[:3])
     with pytest.raises(DataError, match="out/a.txt: is inside of out, the folder of the result"):
         corpora.encode_corpus(encoder, ["out/a.txt"], "out")
+    with pytest.raises(DataError, match="^out: all of its files are inside of out, the folder of the result"):
+        corpora.encode_corpus(encoder, ["out"], "out")
 
 
 @pytest.mark.parametrize("data", ["data", "link/", "file://{folder}/data"])
@@ -866,7 +868,7 @@ def test_options_reach_the_corpus(model, monkeypatch, capsys):
     begin = ["encode", "--model", model, "texts.txt", "-o", "out/"]
     assert cli.main([*begin, *words, "--keep", "id", "--normalize", "--jsonl", "--implementation", "xla"]) == 0
     shown = capsys.readouterr().err
-    assert "2 rows have no text; their embeddings are null" in shown and "parts: 3 written, 4 were there" in shown
+    assert "2 rows have no text; all components of their embeddings are null" in shown and "parts: 3 written, 4 were there" in shown
     assert cli.main([*begin, "--prompt-name", "query"]) == 0
     common = {"data": ["texts.txt"], "to": "out", "show_progress_bar": True}
     (about, own), defaults = ([options.pop("model") for options in seen], seen[1])

@@ -515,7 +515,12 @@ def test_own_activation_gets_all_logits(folders, compiled):
     encoder.predict(pairs)
     compiled.clear()
     encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
+    logits = encoder.predict(pairs, activation_fn=cross_encoder.ACTIVATIONS["Identity"])
     assert compiled == []  # the program is that of the encoder's own activation
+    np.testing.assert_allclose(jax.nn.sigmoid(logits), encoder.predict(pairs), rtol=1e-6)
+    logits += 1
+    with pytest.raises(TypeError):  # the names are those of programs
+        cross_encoder.ACTIVATIONS["Identity"] = jnp.tanh
     encoder.activation_fn = lambda x: given.append(x.shape) or (x > 0)
     scores = encoder.predict(pairs[:5])
     scores += 1

@@ -280,7 +280,7 @@ def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
         "executable": lambda: monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi"),
         "few texts": lambda: monkeypatch.setattr(text_encoder, "_MANY", 300),
         "one chunk": lambda: monkeypatch.setattr(batching, "_CHUNKS", (300, 300, 300)),
-        "long texts": lambda: monkeypatch.setattr(batching, "_LONG", 1),
+        "long texts": lambda: monkeypatch.setattr(batching, "_LONG_MEAN", 1),
     }
     changes[reason]()
     texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)

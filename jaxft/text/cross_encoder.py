@@ -2,6 +2,7 @@
 
 import functools
 import os
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
-LastSteps = tuple[str, bool]  # of a program: the name of the activation, and whether a softmax follows
+LastSteps = tuple[str, bool]  # the name of the activation, and whether a softmax follows it
 
 # Activations of scores `[n, num_labels]` by the names of PyTorch's classes, which files contain.
-ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
-    "Softmax": jax.nn.softmax,
-    "LogSoftmax": jax.nn.log_softmax,
-    "Softmin": lambda x: jax.nn.softmax(-x),
-}
+# Read-only, because compiled programs are kept by these names.
+ACTIVATIONS: Mapping[str, Activation] = types.MappingProxyType(
+    embedding.ACTIVATIONS
+    | {"Softmax": jax.nn.softmax, "LogSoftmax": jax.nn.log_softmax, "Softmin": lambda x: jax.nn.softmax(-x)}
+)
 
 
 class CrossEncoder:
@@ -410,7 +411,9 @@ class CrossEncoder:
           batch_size: number of pairs of `max_seq_length` tokens in a batch, see `SentenceEncoder.encode`.
           show_progress_bar: see `SentenceEncoder.encode`.
           activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
-            encoder's own activation.
+            encoder's own activation. A function of `jaxft.text.cross_encoder.ACTIVATIONS` is a part of the compiled
+            programs. So the first call with another one than before, or with another `apply_softmax`, compiles them
+            again, unless `warmup` was called with both. "Identity" compiles nothing.
           apply_softmax: whether to apply the softmax over the labels after the activation; None does not. It has no
             effect for a model with one label.
           convert_to_numpy: see `SentenceEncoder.encode`.
@@ -447,8 +450,9 @@ class CrossEncoder:
         one = len(parts) == 1 and len(parts[0]) == 1
         labels = self.num_labels
         name, softmax = _name_of(activation_fn), labels > 1 and bool(apply_softmax)
-        own = _name_of(self.activation_fn) or "Identity"  # any program has the logits
-        last_steps = self._exported_steps or ((own, False) if name is None else (name, softmax))
+        own = _name_of(self.activation_fn) or "Identity", False
+        wants_logits = (name, softmax) == ("Identity", False)  # any program has them
+        last_steps = self._exported_steps or (own if name is None or wants_logits else (name, softmax))
         given = functools.partial(_given, prompt_length, last_steps)
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=one)
         if read.are_shapes:
@@ -461,7 +465,7 @@ class CrossEncoder:
             convert=lambda rows: rows[:, labels:] if has_scores else rows[:, :labels],
             is_finite=lambda rows: np.isfinite(rows[:, :labels]).all(axis=1),
         )  # fmt: skip
-        if not has_scores:
+        if not has_scores and not wants_logits:
             logits = dispatch.to_device(scores)
             scores = np.array(_activated(logits, activation_fn, softmax=softmax))  # a copy, which may be written to
         if labels == 1:

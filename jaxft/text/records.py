@@ -20,7 +20,7 @@ LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 MOST_EXPANSION = 200  # times its size that a compressed file may expand to; text takes about 4
 _LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
 _LINE_BYTES = 64  # memory of a line beside its bytes
-# Of the rows that are read at once. The thread that reads waits for the interpreter lock about twenty times a block.
+# Limits of a block of rows. The thread that reads waits for the interpreter lock about twenty times a block.
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 11
 _FEW_ROWS, _GROWTH = 16, 32  # rows of the first block of a parquet file; how much larger the next one may be
 _SHARED_ROWS = 1 << 14  # of a block of a dictionary column, whose texts are in memory once
@@ -169,11 +169,12 @@ def sources(data: Sequence[str], *, result: Path | None = None, jsonl: bool = Fa
             else:
                 system, path = fs.LocalFileSystem(), os.path.abspath(name)
             info = system.get_file_info(path)
+            inside = others = []
             if info.type == fs.FileType.Directory:
                 inside = system.get_file_info(fs.FileSelector(path, recursive=True))
                 inside = [one for one in inside if one.is_file and one.base_name.endswith(SUFFIXES)]
-                inside = [one for one in inside if not is_result(system, one.path)]
-                below = {one.path.removeprefix(path.rstrip("/")): one for one in inside}
+                others = [one for one in inside if not is_result(system, one.path)]
+                below = {one.path.removeprefix(path.rstrip("/")): one for one in others}
                 # Logs, caches and unfinished files of other programs are in folders of such names.
                 below = {its: below[its] for its in sorted(below) if "/." not in its and "/_" not in its}
                 infos, names = [*below.values()], [name.rstrip("/") + its for its in below]
@@ -181,6 +182,8 @@ def sources(data: Sequence[str], *, result: Path | None = None, jsonl: bool = Fa
                 infos, names = [info], [name]
         except (OSError, ValueError, arrow().ArrowException) as error:
             raise DataError(f"cannot read {name}: {error}") from error
+        if inside and not others:
+            raise DataError(f"{name}: all of its files are inside of {result}, the folder of the result")
         if not infos:
             raise DataError(f"{name}: has no files that end in {', '.join(SUFFIXES)}")
         for one, its_name in zip(infos, names, strict=True):
