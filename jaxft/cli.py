@@ -601,7 +601,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             _refuse_float8(args.model, folder)
             model = BertModel.from_pretrained(folder, dtype=dtype)
             dtype, _ = _precision(model)
-            if reason := model.layers[0].unlike_bert():
+            if reason := comparison.without_counterpart(model):
                 raise _UserError(f"{args.model}: bench compares layers like BERT's only, but {reason}")
             if recipe is not None and (reason := model.layers[0].not_in_float8()):
                 raise _UserError(f"{args.model}: no layer of the model runs in float8: {reason}")

@@ -98,6 +98,18 @@ def plain_encoder(
     return x
 
 
+def without_counterpart(model: BertModel) -> str | None:
+    """Returns why `plain_encoder` is not the layers of `model`, or None. Sizes may differ from BERT's."""
+    config = model.config
+    if config.relative_bias:
+        return "its attention has a bias by relative position"
+    if config.shared_layers:
+        return "its layers share one set of parameters"
+    if reason := model.layers[0].unlike_bert():
+        return reason
+    return None if config.positions == "learned" else f"its attention has {config.positions} positions"
+
+
 # --- The comparison ----------------------------------------------------------------------------------------------
 
 

@@ -87,8 +87,12 @@ def test_float8_of_other_models_is_refused(model, tmp_path, capsys):
         assert message == f"{narrow}: is in float8; bench needs the 16-bit model, with --quantization fp8"
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("modernbert", "norms come before attention"),
-                                              ("nomic_bert", "its feed-forward network is gated")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("modernbert", "norms come before attention"), ("nomic_bert", "its feed-forward network is gated"),
+    ("mpnet", "its attention has a bias by relative position"),
+    ("jina_embeddings_v3", "its attention has rotary positions"),
+    ("albert", "its layers share one set of parameters"),
+])  # fmt: skip
 def test_other_layers_than_those_of_bert_are_refused(kind, reason, tmp_path, capsys):
     sizes = {"vocab_size": 40, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
     config = bert.BertConfig.from_dict(sizes | {"intermediate_size": 128, "model_type": kind})
