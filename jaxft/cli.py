@@ -591,12 +591,14 @@ def _run_bench(args: argparse.Namespace) -> None:
     from jaxft import comparison
     from jaxft.checkpoint import files as checkpoint_files
     from jaxft.models.bert import BertModel
-    from jaxft.models.float8 import as_recipe
+    from jaxft.models.float8 import as_recipe, check_dtype
 
     with contextlib.ExitStack() as files:
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
         with _model_errors(None, ()):
             recipe = None if args.quantization is None else as_recipe("--quantization", args.quantization)
+            if recipe is not None:
+                check_dtype("--dtype", jax.numpy.dtype(dtype))
             folder = checkpoint_files.resolve(args.model)
             _refuse_float8(args.model, folder)
             model = BertModel.from_pretrained(folder, dtype=dtype)

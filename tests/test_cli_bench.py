@@ -80,8 +80,8 @@ def test_float8_of_other_models_is_refused(model, tmp_path, capsys):
     arguments, quantized = ["--batch", "1", "--length", "8"], ["--quantization", "fp8"]
     message = f"{model}: no layer of the model runs in float8: hidden_size 16 is not a multiple of 128"
     assert fails(capsys, "--model", model, *arguments, *quantized) == message
-    message = "dtype of the model must be bfloat16 or float16 for a model in float8, got float32"
-    assert message in fails(capsys, "--model", wide, *arguments, *quantized, "--dtype", "float32")
+    message = "--dtype must be bfloat16 or float16 for a model in float8, got float32"
+    assert fails(capsys, "--model", wide, *arguments, *quantized, "--dtype", "float32") == message
     for options in ([], quantized, ["--dtype", "float16"], ["--dtype", "float32"]):
         message = fails(capsys, "--model", narrow, *arguments, *options)
         assert message == f"{narrow}: is in float8; bench needs the 16-bit model, with --quantization fp8"
