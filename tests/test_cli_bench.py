@@ -203,7 +203,7 @@ def test_wrong_cudnn_result_is_left_out(model, monkeypatch, capsys, caplog):
 
 
 @pytest.mark.parametrize(("error", "is_refused"), [(2.9, False), (3.1, True)])
-def test_error_is_at_most_twice_that_of_plain_jax_and_two_ulp(error, is_refused, monkeypatch):
+def test_error_beside_that_of_plain_jax_is_limited(error, is_refused, monkeypatch):
     """The hidden states are stubbed: the error of plain JAX is 1, and one ulp is 0.5."""
     errors = iter([1.0, error])
     monkeypatch.setattr(comparison, "_error", lambda got, truth: next(errors) * np.max(np.abs(truth)))
@@ -222,7 +222,7 @@ def test_plain_layers_are_those_of_the_model(activation, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_plain_layers_mask_by_length_and_drop_two_outputs(whole):
+def test_plain_layers_mask_lengths_and_drop_two_outputs(whole):
     """A row of padding changes no other row, and `drop` gets the outputs of attention and of the network."""
     config = tiny.config(num_hidden_layers=1)
     layer = bert.BertModel(config, rngs=nnx.Rngs(0)).layers[0]
@@ -280,7 +280,7 @@ def test_times_are_medians(monkeypatch):
     assert counts == {2, 3, 50, 34, 1}  # to compile, to estimate, for 100 us, and alone
 
 
-def test_speedup_is_that_of_float8_where_there_is_one():
+def test_speedup_is_that_of_float8_if_timed():
     us = {"jaxft": 10.0, "xla": 40.0, "jaxft fp8": 5.0, "xla+cudnn": 20.0}
     (line,) = comparison.table([(1, 8)], [{name: comparison.Times(x, x) for name, x in us.items()}])[1:]
     assert line.split()[6] == "4.00x"

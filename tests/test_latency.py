@@ -59,7 +59,7 @@ def test_times_are_those_of_all_calls():
     assert found.per_second < 20 / 0.069
 
 
-def test_percentile_is_the_smallest_time_that_enough_calls_do_not_exceed():
+def test_percentile_is_not_exceeded_by_enough_calls():
     assert latency._latency([n / 1e3 for n in range(100, 0, -1)], 4.0) == (50.0, 95.0, 99.0, 25.0)
     assert latency._latency([0.003, 0.001, 0.002], 1.0) == (2.0, 3.0, 3.0, 3.0)
 
@@ -152,7 +152,7 @@ def test_times_are_printed_as_soon_as_they_are_measured(model, monkeypatch, caps
     assert printed == [0, 5]  # the head, and two variants
 
 
-def test_more_callers_than_the_system_has_threads_are_an_error(model, monkeypatch, capsys):
+def test_more_callers_than_threads_are_an_error(model, monkeypatch, capsys):
     class Thread(threading.Thread):
         def start(self):
             if self._target.__qualname__ == "_turn.<locals>.work" and self._args == (3,):
