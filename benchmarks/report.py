@@ -355,7 +355,7 @@ def new_figure(size: tuple[float, float], **options: Any) -> tuple[Any, Any, Any
 
 
 class Goal(NamedTuple):
-    """A time that jaxft should reach: a part of the time of `other`, or a number of microseconds."""
+    """A time that jaxft should reach: a multiple of the time of `other`, or a number of microseconds."""
 
     text: str
     op: str
@@ -383,7 +383,7 @@ GOALS = (
 
 def latency_table(rows_of: Mapping[str, Sequence[timing.Row]]) -> list[str]:
     """Returns the table of `GOALS`, in lines. It compares rows of one commit, the newest ones. `rows_of`: by device."""
-    lines = [["what", "GPU and date", "compared with", "time", "its time", "ratio", "goal"]]
+    lines = [["what", "GPU and date", "compared with", "time", "time of the other", "ratio", "goal"]]
     for goal in GOALS:
         found: list[tuple[str, str, float, float]] = []
         for device, rows in rows_of.items():

@@ -168,7 +168,9 @@ def main() -> None:
     parser.add_argument("--child", nargs="+", help="the folder and the steps, for the processes that this one starts")
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=CASES, help="names of cases")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each case (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the CSV file (default: benchmarks/results)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the CSV file (default: benchmarks/results)"
+    )
     args = parser.parse_args()
     if args.child:
         folder, *steps = args.child

@@ -38,7 +38,7 @@ and bias.
 - `xla+triton`: XLA's matmul, then a Triton kernel for bias and activation.
 - `a + b + ...`: an op that is composed of other ops, in their order.
 
-Matmuls of float8_e4m3fn are in [FP8](float8.md#what-runs-in-fp8).
+[FP8](float8.md#what-runs-in-fp8) lists the kernels of float8 matmuls.
 
 `triton (with gradient: xla + triton)` names two forward passes: one where no gradient is taken, and one that also saves
 what the gradient needs.

@@ -589,18 +589,21 @@ def _run_bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from jaxft import comparison
+    from jaxft.checkpoint import files as checkpoint_files
     from jaxft.models.bert import BertModel
-    from jaxft.models.float8 import as_recipe
+    from jaxft.models.float8 import as_recipe, check_dtype
 
     with contextlib.ExitStack() as files:
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
         with _model_errors(None, ()):
-            model = BertModel.from_pretrained(args.model, dtype=dtype)
-            dtype, saved = _precision(model)
             recipe = None if args.quantization is None else as_recipe("--quantization", args.quantization)
-            if saved is not None:
-                raise _UserError(f"{args.model}: is in float8; bench needs the 16-bit model, with --quantization fp8")
-            if reason := model.layers[0].unlike_bert():
+            if recipe is not None:
+                check_dtype("--dtype", jax.numpy.dtype(dtype))
+            folder = checkpoint_files.resolve(args.model)
+            _refuse_float8(args.model, folder)
+            model = BertModel.from_pretrained(folder, dtype=dtype)
+            dtype, _ = _precision(model)
+            if reason := comparison.without_counterpart(model):
                 raise _UserError(f"{args.model}: bench compares layers like BERT's only, but {reason}")
             if recipe is not None and (reason := model.layers[0].not_in_float8()):
                 raise _UserError(f"{args.model}: no layer of the model runs in float8: {reason}")
@@ -637,18 +640,30 @@ def _run_bench(args: argparse.Namespace) -> None:
         raise _UserError("\n".join(failed))
 
 
+def _refuse_float8(name: str, folder: Path) -> None:
+    """Raises a `_UserError` if the model in a folder is in float8: plain JAX has no counterpart of it."""
+    from jaxft.checkpoint import files as checkpoint_files
+    from jaxft.models.float8 import read_settings
+
+    _, saved = checkpoint_files.read_config(folder, read_settings)
+    if saved is not None:
+        raise _UserError(f"{name}: is in float8; bench needs the 16-bit model, with --quantization fp8")
+
+
 def _run_latency(args: argparse.Namespace) -> None:
     _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"]) or "float32"
     from jaxft import latency
     from jaxft.checkpoint import files as checkpoint_files
+    from jaxft.text import module_files
 
     results: list[dict[str, Any]] = []
     with contextlib.nullcontext() if args.output is None else _new_file(args.output) as output:
         with _model_errors(None, ()):
             try:
                 folder = checkpoint_files.resolve(args.model)
+                _refuse_float8(args.model, module_files.read_sentence_encoder(folder).transformer)
                 callers = list(dict.fromkeys(args.callers or [1, 8]))
                 for count, name, times in latency.compare(folder, dtype, callers, args.calls, args.quantization):
                     if not results:

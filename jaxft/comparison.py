@@ -98,6 +98,18 @@ def plain_encoder(
     return x
 
 
+def without_counterpart(model: BertModel) -> str | None:
+    """Returns why `plain_encoder` is not the layers of `model`, or None. Sizes may differ from BERT's."""
+    config = model.config
+    if config.relative_bias:
+        return "its attention has a bias by relative position"
+    if config.shared_layers:
+        return "its layers share one set of parameters"
+    if reason := model.layers[0].unlike_bert():
+        return reason
+    return None if config.positions == "learned" else f"its attention has {config.positions} positions"
+
+
 # --- The comparison ----------------------------------------------------------------------------------------------
 
 
@@ -145,7 +157,7 @@ def compare(model: BertModel, batch: int, length: int, recipe: Float8Recipe | No
     if dispatch.platform() == "cuda" and dtype != jnp.float32:
         variants["xla+cudnn"] = (plain("cudnn"), params)
     ids = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
-    x = nnx.jit(lambda model, ids: model(ids, output_hidden_states=True).hidden_states[0])(model, ids)
+    x = nnx.jit(lambda embeddings, ids: embeddings(ids, None, None))(model.embeddings, ids)
     calls = {name: functools.partial(f, parameters, x) for name, (f, parameters) in variants.items()}
     with jax.numpy_dtype_promotion("standard"):  # jax.nn needs it, whatever the user has set
         # Wait for each result: converting an array whose computation failed (out of memory) makes NumPy abort.

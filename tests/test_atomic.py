@@ -286,7 +286,7 @@ def test_folder_of_another_program_stays(tmp_path):
     assert names(tmp_path / ".jaxft-x.tmp") == ["more", "notes"]
 
 
-def test_process_killed_while_it_removed_its_folder_leaves_nothing(tmp_path):
+def test_process_killed_while_removing_its_folder_leaves_nothing(tmp_path):
     (tmp_path / ".jaxft-x-.tmp").mkdir()
     (tmp_path / ".jaxft-x-.tmp" / "a").write_text("half")
     write(tmp_path / "a")

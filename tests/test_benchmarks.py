@@ -1050,7 +1050,7 @@ def test_rows_of_transformers(tiny_modern, tmp_path):
     ]
 
 
-def test_report_compares_latencies_of_one_commit_with_the_goals(root):
+def test_latencies_of_one_commit_are_compared_with_goals(root):
     blocking = {"metric": "blocking_us", "shape": "1x16"}
     rows = [
         row("jaxft", "545.00", **blocking), row("jaxft, constants", "500.00", **blocking),

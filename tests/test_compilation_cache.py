@@ -383,7 +383,7 @@ def test_command_leaves_the_users_own_setting(model, folder):
     assert os.listdir(folder) == ["own"]
 
 
-def test_command_keeps_nothing_in_the_users_own_folder_on_request(model, folder):
+def test_command_keeps_nothing_in_the_users_folder(model, folder):
     own = {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     assert command(model, "--no-compilation-cache", **own).returncode == 0
     assert not [*folder.rglob("*-cache")]

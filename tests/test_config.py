@@ -77,20 +77,20 @@ def test_fields_of_other_kinds_of_models_are_refused(name):
         (MODERN, "local_attention"), (MODERN, "norm_eps"), (GTE, "num_attention_heads"),
     ],
 )  # fmt: skip
-def test_null_is_refused_where_no_shape_shows_the_value(fields, name):
+def test_null_without_a_shape_to_show_is_refused(fields, name):
     sizes = {field: value for field, value in SMALL.items() if field != "num_attention_heads" or name != "n_heads"}
     with pytest.raises(ValueError, match=f"{name} must not be null"):
         jaxft.BertConfig.from_dict(sizes | {"model_type": "bert"} | fields | {name: None})
 
 
-def test_null_counts_as_absent_where_another_name_has_the_value():
+def test_null_beside_another_name_counts_as_absent():
     assert read(**MODERN, local_attention=None, sliding_window=64).local_attention == 128
     assert read(model_type="nomic_bert", num_attention_heads=None, n_head=4).num_attention_heads == 4
     assert read(model_type="distilbert", n_heads=None).num_attention_heads == 2
 
 
 @pytest.mark.parametrize("fields", [MODERN, GTE, {"model_type": "nomic_bert"}, {"model_type": "jina_embeddings_v3"}])
-def test_head_size_of_rotary_models_follows_from_the_width(fields):
+def test_head_size_of_rotary_models_follows_the_width(fields):
     assert read(**fields, head_dim=8) == read(**fields, head_dim=None) == read(**fields)
     for wrong in (4, "8", [8]):
         with pytest.raises(ValueError, match="head_dim must be hidden_size / num_attention_heads, got"):

@@ -197,7 +197,7 @@ def test_shapes_are_compiled_once_for_each_device(encoder):
     assert one < len(compiled) <= 2 * one + 2
 
 
-def test_program_without_memory_is_compiled_again_in_the_next_call(encoder, monkeypatch):
+def test_program_without_memory_is_compiled_again_later(encoder, monkeypatch):
     def fail(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for the program")
 

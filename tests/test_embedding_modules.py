@@ -373,7 +373,7 @@ def test_bad_parameter_of_a_module_is_named(tmp_path):
         encoder.encode(TEXTS)
 
 
-def test_prompt_alone_keeps_its_first_token_beside_padding_on_the_left():
+def test_prompt_beside_left_padding_keeps_its_first_token():
     hidden = jnp.arange(8.0).reshape(1, 4, 2)
     mask, lengths = jnp.array([[False, True, True, True]]), jnp.array([3])
     np.testing.assert_array_equal(pool(hidden, mask, ("cls",), lengths), hidden[:, 1])

@@ -142,14 +142,14 @@ def test_encoder_ignores_heads_and_buffers(tmp_path, case):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", ["bert", "roberta", "mpnet", "nomic_bert", "gte", "electra", "albert", "deberta-v2"])
-def test_encoder_of_a_masked_language_model_has_no_pooler(tmp_path, case):
+def test_encoder_of_a_masked_lm_has_no_pooler(tmp_path, case):
     encoders.write(tmp_path, STORED, case, "ForMaskedLM")
     assert BertModel.from_pretrained(tmp_path).pooler is None
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", ["bert", "roberta", "distilbert", "modernbert"])
-def test_last_layer_of_another_number_of_labels_is_new(tmp_path, case):
+def test_last_layer_with_other_labels_is_new(tmp_path, case):
     encoders.write(tmp_path, STORED, case, "ForSequenceClassification")
     model = BertForSequenceClassification.from_pretrained(tmp_path, num_labels=5, rngs=nnx.Rngs(0))
     assert model.num_labels == 5
@@ -168,7 +168,7 @@ TIED = {
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", TIED)
-def test_tied_tensors_may_appear_twice_or_under_either_name(tmp_path, case):
+def test_tied_tensors_may_have_either_name_or_both(tmp_path, case):
     encoders.write(tmp_path, STORED, case, "ForMaskedLM")
     plain, file = BertForMaskedLM.from_pretrained(tmp_path), tmp_path / "model.safetensors"
     plain.save_pretrained(tmp_path)  # each tensor once

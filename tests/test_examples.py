@@ -413,7 +413,7 @@ def test_diverged_run_keeps_the_good_checkpoint(dtype, bad, stopped, message, ad
     assert dtype != "float16" or again.state.loss_scale.skipped == 20
 
 
-def test_more_skipped_steps_than_halvings_of_the_scale_stop_a_run(tmp_path):
+def test_too_many_skipped_steps_stop_a_run(tmp_path):
     params, scale = {"w": jnp.ones(2)}, LossScale.create(1.0)
 
     def skipping(steps):

@@ -167,7 +167,7 @@ def test_partially_manual_shard_map_stays_so():
     assert node.params.get("newly_manual_axes", node.params.get("manual_axes")) == {"d"}
 
 
-def test_constants_vary_over_the_axes_that_jax_moved_them_to(monkeypatch):
+def test_constants_vary_over_axes_that_jax_chose(monkeypatch):
     monkeypatch.setattr(plan, "_gains_in_gradients_only", lambda *_: True)
     fn = CASES["a LayerNorm of one row"].make(jnp.float32)[0]
     whole = jax.shard_map(fn, mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P(), P()), out_specs=P("d"))
@@ -184,7 +184,7 @@ def test_metadata_of_equations_stay():
     assert 'kept = "yes"' in jax.jit(fuse(fn)).lower(normal(0, 4, 8)).as_text()
 
 
-def test_matmuls_of_two_precisions_have_kernels_of_their_own():
+def test_matmuls_of_two_precisions_have_own_kernels():
     def fn(x, w, b):
         y = jax.nn.gelu(jnp.dot(x, w, precision="default") + b, approximate=False)
         return y, jax.nn.gelu(jnp.dot(x, w, precision="highest") + b, approximate=False)
@@ -194,7 +194,7 @@ def test_matmuls_of_two_precisions_have_kernels_of_their_own():
     assert first.op == second.op == "dense" and first.implementation != second.implementation
 
 
-def test_passes_that_are_kernels_in_part_are_not_plain():
+def test_passes_with_some_kernels_are_not_plain():
     """On this card the matmul runs in XLA, and LayerNorm in a kernel where a gradient is taken."""
 
     def fn(x, w, b, g, beta):
@@ -369,7 +369,7 @@ def test_module_must_keep_its_variables():
         fuse(fn)(model, normal(0, 3, 8))
 
 
-def test_fused_function_has_the_name_and_binds_as_a_method():
+def test_fused_function_keeps_its_name_and_binds():
     class Layer:
         @fuse
         def probabilities(self, x):
@@ -450,7 +450,7 @@ def test_without_force_a_cpu_runs_the_original(layer):
     assert str(jax.make_jaxpr(fused)(*args)) == str(jax.make_jaxpr(fn)(*args))
 
 
-def test_without_force_an_implementation_changes_nothing_on_a_cpu():
+def test_implementation_without_force_changes_nothing_on_cpus():
     (record,) = jaxft.fuse(jax.nn.softmax, implementation="triton").report(normal(0, 4, 8))
     assert record.reason.startswith("no kernels on cpu")
 
@@ -584,7 +584,7 @@ def test_sites_that_gain_in_gradients_only_stay_as_they_were_otherwise(name, mon
     assert_same(by_closure, everywhere[1])
 
 
-def test_a_norm_of_the_result_of_an_op_is_replaced():
+def test_norm_of_the_result_of_ops_is_replaced():
     def fn(x, w, b, g):
         return norms(jax.nn.gelu(x @ w + b, approximate=False), g)[0]
 
@@ -629,7 +629,7 @@ def test_dying_operands_are_written_in_place():
     assert fuse(norm[0]).report(*norm[1]).saves == 0  # x is an argument
 
 
-def test_both_results_of_a_norm_are_written_in_place():
+def test_both_results_of_norms_are_written_in_place():
     def fn(x, w, v):
         y = x @ w + x @ v
         centred = y - y.mean(-1, keepdims=True)
@@ -708,7 +708,7 @@ def test_norm_may_return_another_dtype(given, wanted):
 @pytest.mark.parametrize(
     "name", ["jnp.mean and jnp.var", "a power of -0.5", "RMSNorm by hand", "jax.nn.softmax", "jax.nn.log_softmax"]
 )
-def test_wide_result_of_a_narrow_array_is_not_rounded(name):
+def test_wide_result_of_narrow_array_is_not_rounded(name):
     """The op reads x in bfloat16 and writes float32: its result is as exact as the function's."""
     fn, (x, *vectors) = CASES[name].make(jnp.float32)
 
@@ -904,7 +904,7 @@ def test_other_terms_beside_a_bias_are_kept():
     assert_same(fuse(fn)(*args), fn(*args))
 
 
-def test_sum_that_is_used_twice_stays_outside_of_the_activation():
+def test_sum_used_twice_stays_outside_the_activation():
     def fn(x, b):
         return jax.nn.gelu(x + b), x + b
 
@@ -912,7 +912,7 @@ def test_sum_that_is_used_twice_stays_outside_of_the_activation():
     assert record.is_replaced and "bias=False" in record.sizes
 
 
-def test_part_of_an_activation_that_is_used_twice_is_a_near_miss():
+def test_part_of_an_activation_used_twice_is_reported():
     def fn(x):
         part = jax.lax.erf(x * 0.5**0.5)
         return 0.5 * x * (1 + part), part
@@ -929,7 +929,7 @@ def test_gelu_in_16_bits_needs_its_constants(factor, counts):
     assert fuse(fn).report(normal(0, 4, 8).astype(jnp.bfloat16)).counts == counts
 
 
-def test_activation_is_read_as_it_is_and_in_float32():
+def test_activation_is_read_unchanged_and_in_float32():
     def fn(x, b):
         y = jax.nn.gelu(x + b)
         return y, y.astype(jnp.float32).sum(-1)
@@ -1003,7 +1003,7 @@ def test_command_names_what_is_wrong(words, message, module, capsys):
         (["some_model:model", "--args", "broken_model:example"], r"SyntaxError: .* \(broken_model.py, line 1\)"),
     ],
 )
-def test_command_says_in_one_line_what_the_code_raised(words, message, module, capsys):
+def test_command_reports_errors_of_code_in_one_line(words, message, module, capsys):
     Path("some_leaver.py").write_text("raise SystemExit(4)")
     Path("broken_model.py").write_text("example = (")
     assert cli.main(["fuse", *words]) == 2
@@ -1113,7 +1113,7 @@ def test_static_arguments_by_position_and_by_name(static):
     np.testing.assert_allclose(fused(x, np.ones(2)), fused(x, sizes=np.ones(2)))
 
 
-def test_last_of_any_number_of_arguments_has_no_name():
+def test_last_of_several_arguments_has_no_name():
     fused = fuse(lambda x, *sizes: jax.nn.softmax(x, -1), static_argnums=-1)
     assert fused.report(x=jax.ShapeDtypeStruct((2, 8), jnp.float32)).counts == {"softmax": 1}
 

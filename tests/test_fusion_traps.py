@@ -595,7 +595,7 @@ def test_ops_keep_the_precision_of_matmuls(name):
     assert text.count("dot_general[") == highest > 0
 
 
-def test_number_times_a_16_bit_bias_is_not_rounded():
+def test_number_times_16_bit_bias_is_not_rounded():
     """Under jax.jit, XLA may leave out the rounding that the equations have one by one."""
     fn, args = VALUES["a 16-bit bias times a number"]()
     np.testing.assert_allclose(jaxft.fuse(fn, force=True)(*args), fn(*args), rtol=2e-5, atol=2e-5)

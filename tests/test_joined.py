@@ -75,7 +75,7 @@ def test_layer_is_one_parameter():
     np.testing.assert_array_equal(hidden(rebuild(arrays)), hidden(model))
 
 
-def test_model_does_not_change_and_its_kernels_are_freed_with_it():
+def test_model_stays_and_its_kernels_are_freed():
     model = model_of()
     state = jax.tree.map(np.asarray, nnx.state(model))
     kernel, table = (weakref.ref(p.get_raw_value()) for p in (model.layers[0].out_kernel, model.embeddings.word))
@@ -87,7 +87,7 @@ def test_model_does_not_change_and_its_kernels_are_freed_with_it():
 
 
 @pytest.mark.parametrize("change", [join_kernels, quantize])
-def test_changes_of_the_copy_do_not_change_the_model(change):
+def test_changes_of_copies_do_not_change_the_model(change):
     model = model_of(implementation="xla")
     state = jax.tree.map(np.asarray, nnx.state(model))
     copy = change(model)
@@ -139,7 +139,7 @@ def test_joined_kernels_stay_whole_on_each_device():
             partition_specs(joined, **options)
 
 
-def test_model_on_a_mesh_of_one_device_is_joined():
+def test_model_on_mesh_of_one_device_is_joined():
     model, mesh = model_of(implementation="xla"), jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])
     graph, params = nnx.split(model)
     specs = partition_specs(model, model_axis="model")

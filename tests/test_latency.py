@@ -14,6 +14,7 @@ import pytest
 
 import tiny
 from jaxft import cli, latency
+from jaxft.models import bert
 from jaxft.text.sentence_encoder import SentenceEncoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,7 @@ def test_times_are_those_of_all_calls():
     assert found.per_second < 20 / 0.069
 
 
-def test_percentile_is_the_smallest_time_that_enough_calls_do_not_exceed():
+def test_percentile_is_not_exceeded_by_enough_calls():
     assert latency._latency([n / 1e3 for n in range(100, 0, -1)], 4.0) == (50.0, 95.0, 99.0, 25.0)
     assert latency._latency([0.003, 0.001, 0.002], 1.0) == (2.0, 3.0, 3.0, 3.0)
 
@@ -151,7 +152,7 @@ def test_times_are_printed_as_soon_as_they_are_measured(model, monkeypatch, caps
     assert printed == [0, 5]  # the head, and two variants
 
 
-def test_more_callers_than_the_system_has_threads_are_an_error(model, monkeypatch, capsys):
+def test_more_callers_than_threads_are_an_error(model, monkeypatch, capsys):
     class Thread(threading.Thread):
         def start(self):
             if self._target.__qualname__ == "_turn.<locals>.work" and self._args == (3,):
@@ -231,3 +232,17 @@ def test_options_reach_the_comparison(model, monkeypatch, capsys, tmp_path):
         assert json.loads((tmp_path / "out.json").read_text())["quantization"] == quantization
         assert ("float16, jaxft in fp8, " if given else "float32, ") in capsys.readouterr().out
     assert [options for _, *options in seen] == [["float32", [1, 8], None, None], ["float16", [2, 1], 7, "fp8"]]
+
+
+@pytest.mark.parametrize("options", [[], ["--quantization", "fp8"], ["--dtype", "float32"]])
+def test_model_saved_in_float8_is_refused(options, tmp_path, capsys):
+    """The model is in a folder of its own, which modules.json names."""
+    tiny.write_sentence_model(tmp_path)
+    inner = tmp_path / "0_Transformer"
+    tiny.write_model(inner, hidden_size=128, intermediate_size=128)
+    bert.BertModel.from_pretrained(inner, quantization="fp8").save_pretrained(inner)
+    tiny.write_modules(
+        tmp_path, (tiny.TYPES + "Transformer", "0_Transformer"), (tiny.TYPES + "Pooling", "1_Pooling")
+    )  # fmt: skip
+    message = fails(capsys, "--model", str(tmp_path), "--latency", "--calls", "1", *options)
+    assert message == f"{tmp_path}: is in float8; bench needs the 16-bit model, with --quantization fp8"

@@ -335,7 +335,7 @@ def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
         assert error.value.index == 1 and error.value.text == texts[1]
 
 
-def test_longer_part_is_tried_where_the_tokens_of_shorter_ones_differ():
+def test_longer_part_is_tried_where_tokens_differ():
     tokenizer = truncating("unigram, regex", 9)
     texts = ["all " * 9 + "1 " + "the " * 200]  # the tokens depend on the 37th character
     cut = LongTexts(tokenizer).cut(texts)
@@ -459,7 +459,7 @@ def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
         ("(?=1)", "abcd", [True, True, False], "11", 11 + 52),
     ],
 )
-def test_byte_level_repeats_what_was_inserted_before_a_text(pattern, content, levels, text, size):
+def test_byte_level_repeats_what_precedes_a_text(pattern, content, levels, text, size):
     """A text whose first character was inserted has more tokens than its normalized form has bytes."""
     tokenizer = byte_level(normalizer=normalizers.Replace(Regex(pattern), content))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=space) for space in levels]

@@ -71,7 +71,7 @@ def test_kernels_read_the_joined_array(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradient_of_a_view_lies_in_the_joined_array(op):
+def test_gradient_of_a_view_is_in_the_join(op):
     x, kernel, bias, residual = arrays("float16")
 
     def loss(kernel, x):

@@ -126,7 +126,7 @@ def test_punctuation_of_documents_is_left_out(encoder):
 @pytest.mark.parametrize(
     ("changes", "expected"), [({}, "[MASK]"), ({"mask_token": None, "eos_token": "[SEP]"}, "[SEP]")], ids=str
 )
-def test_token_of_expansions_is_the_one_that_the_folder_names(changes, expected, copy):
+def test_token_of_expansions_is_named_by_the_folder(changes, expected, copy):
     """The mask token, or else the token that ends a text."""
     encoder = MultiVectorEncoder.from_pretrained(copy("tokenizer_config.json", **changes))
     ids = encoder.encode_query("rain", output_value=None)["input_ids"]

@@ -295,7 +295,7 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_programs_from_caches_of_jax_are_kept_except_for_cpus(folder, monkeypatch, platform):
+def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
     """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
     function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
     programs.compile(function.lower(x), "jaxft-5")

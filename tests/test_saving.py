@@ -295,7 +295,7 @@ def test_tokenizer_without_settings_names_the_padding_token(tmp_path):
     assert (named["mask_token"], named["cls_token"], named["pad_token"]) == ("[MASK]", "[CLS]", "[PAD]")
 
 
-def test_padding_token_is_the_one_that_the_folder_names(tmp_path):
+def test_padding_token_is_named_by_the_folder(tmp_path):
     tiny.write_sentence_model(tmp_path / "a")
     tiny.write_json(tmp_path / "a" / "tokenizer_config.json", {"pad_token": "[UNK]"})
     SentenceEncoder.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")

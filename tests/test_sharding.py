@@ -628,7 +628,7 @@ def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
 
 
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-def test_half_a_layer_in_float8_sums_hidden_states_once(axes, measured):
+def test_half_a_float8_layer_sums_hidden_states_once(axes, measured):
     found = measured["float8"][axes]
     assert found["error"] < 0.05  # bfloat16
     assert found["summed"] == [[B // 2, T, 128]] * 2 and not found["moved"]
@@ -839,7 +839,7 @@ def test_mesh_axes_divide_axes_of_an_op(specs, mesh, expected):
     assert division("r c, c", "r c", [(12, 6), (6,), (12, 6)], specs, mesh) == expected
 
 
-def test_results_may_have_fewer_axes_than_the_rule_names():
+def test_results_may_lack_axes_of_the_rule():
     """An example is attention: it also returns the log-sum-exp, which has no axis for the head size."""
     import jax
 

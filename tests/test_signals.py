@@ -304,7 +304,7 @@ import runpy
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("module", ["argparse", "shutil", "jaxft.text.records"])
-def test_signal_while_the_command_line_is_imported_gives_one_line(module, number, tmp_path):
+def test_signal_during_import_of_commands_gives_one_line(module, number, tmp_path):
     run = "runpy.run_module('jaxft.cli', run_name='__main__', alter_sys=True)"
     line = "jaxft: interrupted\n" if number == signal.SIGINT else ""
     assert signalled_in_an_import(number, module, run, tmp_path) == ("", line, 128 + number)
@@ -312,7 +312,7 @@ def test_signal_while_the_command_line_is_imported_gives_one_line(module, number
 
 @pytest.mark.parametrize("module", ["argparse", "jax"])
 @pytest.mark.parametrize("example", ["demo", "finetune", "pretrain", "train_embedder"])
-def test_signal_while_an_example_is_imported_gives_one_line(example, module, tmp_path):
+def test_signal_during_import_of_examples_gives_one_line(example, module, tmp_path):
     folder = str(ROOT / "examples")
     run = f"sys.path.insert(0, {folder!r}); runpy.run_path({folder!r} + '/{example}.py', run_name='__main__')"
     number = signal.SIGINT if module == "jax" else signal.SIGTERM

@@ -72,7 +72,7 @@ def test_labels_count_equally_on_all_devices(loss_scale):
 
 
 @pytest.mark.parametrize("batches_vary", [False, True])
-def test_parameters_that_differ_on_the_devices_get_gradients_of_their_own(batches_vary):
+def test_parameters_of_each_device_have_own_gradients(batches_vary):
     params, (x, labels) = classifier_data()
     expected, gradients = accumulate_gradients(classifier_loss, params, (x, labels))
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -412,7 +412,7 @@ def test_vmap_over_explicit_axes_runs_kernels(name):
 @pytest.mark.parametrize(
     "name", ["layer_norm", "dense", *slow(*sorted(CALLS.keys() - {"layer_norm", "dense", "bundle"}))]
 )
-def test_numpy_parameters_have_gradients_under_vmap_over_explicit_axes(name):
+def test_numpy_parameters_have_gradients_over_explicit_axes(name):
     """The type of a NumPy array that is differentiated has no mesh."""
     call, mesh = CALLS[name], AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
     mapped, *others = call.arrays().items()

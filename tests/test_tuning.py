@@ -118,7 +118,7 @@ def test_narrow_windows_have_blocks_of_their_own():
 
 
 @pytest.mark.parametrize("length", [128, 512, 2048])
-def test_tables_of_relative_biases_have_launch_configurations_of_their_own(length):
+def test_relative_biases_have_own_launch_configurations(length):
     """The shipped entries are for calls without a table."""
     for hopper in (H100, H200):
         call = tuning_attention.Call(384, length, length, 64, 2, hopper, more=True, relative=True)
@@ -322,7 +322,7 @@ TABLE, IDS = jnp.zeros((100, 80), jnp.bfloat16), jnp.zeros((3, 100), jnp.int32)
             ROWS, VECTOR, activation="gelu", gate="first", **how), 64),
     ],
 )  # fmt: skip
-def test_ops_on_rows_ask_for_the_rows_and_the_width_of_their_result(op, call, width):
+def test_ops_on_rows_ask_for_sizes_of_results(op, call, width):
     with tuning_table.trial(trial := tuning_table.Trial({})):
         jax.eval_shape(functools.partial(call, implementation="triton"))
     assert {name for name, _ in trial.asked} == {op, f"{op}_backward"}

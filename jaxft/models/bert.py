@@ -249,7 +249,10 @@ class BertLayer(nnx.Module):
         self.views: tuple[tuple[int, tuple[int, int]], ...] = ()  # first row and shape of each of the joined kernels
 
     def unlike_bert(self) -> str | None:
-        """Returns in what the layer differs from BERT's, other than in sizes, biases and positions, or None."""
+        """Returns why the layer is not built like BERT's (its order of norms, gate or attention), or None.
+
+        Sizes, biases and positions may differ.
+        """
         config = self.options.config
         if config.norm_first:
             return "norms come before attention"

@@ -127,7 +127,7 @@ class SparseEncoder(TextEncoder):
           default_prompt_name: see `SentenceEncoder.from_pretrained`.
           similarity_fn_name: see the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Logits and embeddings are always
-            float32. None: see `BertModel.from_pretrained`.
+            float32. None is bfloat16 for a model in float8 and float32 for others.
           implementation: passed to every op. None picks the fastest for the device.
           quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: see `SentenceEncoder`.
