@@ -868,7 +868,10 @@ def test_options_reach_the_corpus(model, monkeypatch, capsys):
     begin = ["encode", "--model", model, "texts.txt", "-o", "out/"]
     assert cli.main([*begin, *words, "--keep", "id", "--normalize", "--jsonl", "--implementation", "xla"]) == 0
     shown = capsys.readouterr().err
-    assert "2 rows have no text; all components of their embeddings are null" in shown and "parts: 3 written, 4 were there" in shown
+    assert (
+        "2 rows have no text; all components of their embeddings are null" in shown
+        and "parts: 3 written, 4 were there" in shown
+    )
     assert cli.main([*begin, "--prompt-name", "query"]) == 0
     common = {"data": ["texts.txt"], "to": "out", "show_progress_bar": True}
     (about, own), defaults = ([options.pop("model") for options in seen], seen[1])
