@@ -424,7 +424,6 @@ def test_unwritable_output_fails_before_encoding(folder, capsys, monkeypatch, ou
     ("file", "content", "message"),
     [
         ("in.txt", None, "cannot read in.txt: No such file or directory"),
-        (".", None, "cannot read .: Is a directory"),
         ("in.txt", b"", "in.txt is empty"),
         ("in.txt", b"one\ntwo\n\xff\n", "in.txt, line 3: not valid UTF-8"),
         ("in.jsonl", b"", "in.jsonl is empty"),
@@ -445,6 +444,12 @@ def test_bad_input(folder, capsys, file, content, message):
     assert re.fullmatch(message, fails(capsys, "encode", "--model", "m", file, "-o", "out.npy"))
     assert names(folder) == before
     assert re.fullmatch(message, fails(capsys, "similar", "--model", "m", file, "rain"))
+
+
+def test_folder_in_place_of_a_file(folder, capsys):
+    message = "the folder . needs an output folder, such as OUT/, got 'out.npy'"
+    assert fails(capsys, "encode", "--model", "m", ".", "-o", "out.npy") == message
+    assert fails(capsys, "similar", "--model", "m", ".", "rain") == "cannot read .: Is a directory"
 
 
 def test_bad_stdin(folder, capsys, monkeypatch):
