@@ -780,12 +780,9 @@ def _dtype(args: argparse.Namespace, platform: str) -> str | None:
 
 def _precision(encoder: Any) -> tuple[str, "Float8Recipe | None"]:
     """Returns the dtype in which a `BertModel` or an encoder of texts computes, and its recipe if it is in float8."""
-    from flax import nnx
+    from jaxft.models.bert import encoder_of
 
-    from jaxft.models.bert import BertModel
-
-    modules = nnx.iter_modules(getattr(encoder, "model", encoder))
-    model = next(module for _, module in modules if isinstance(module, BertModel))
+    model = encoder_of(getattr(encoder, "model", encoder))
     return str(model.embeddings.options.dtype), model.recipe
 
 

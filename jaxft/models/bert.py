@@ -851,6 +851,11 @@ def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
 
 
+def encoder_of(model: nnx.Module) -> BertModel:
+    """Returns the `BertModel` that a model is or contains."""
+    return next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+
+
 def load_model(
     model: nnx.Module, folder: Path, model_type: str, dtype: DTypeLike, saved: Float8Recipe | None,
     recipe: Float8Recipe | None, *, wanted: dict[str, nnx.Param[Any]] | None = None, has_new_head: bool = False,
@@ -859,7 +864,7 @@ def load_model(
 
     `saved` is the recipe of a checkpoint in float8. Other checkpoints are loaded and then quantized with `recipe`.
     """
-    encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    encoder = encoder_of(model)
     if saved is None:
         parameters = named_parameters(model) if wanted is None else wanted
         found = load_parameters(parameters, folder, model_type, dtype, has_new_head=has_new_head)
@@ -885,7 +890,7 @@ def checkpoint_of(model: nnx.Module, config: dict[str, Any]) -> dict[str, Any]:
             del parameters[f"{prefix}.kernels"]
             for name in _KERNELS:
                 parameters[f"{prefix}.{name}_kernel"], _ = matrix_view.split(layer.stored_kernel(name))
-    encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    encoder = encoder_of(model)
     if encoder.recipe is None:
         tensors = checkpoint_tensors.named_tensors(encoder.config.model_type, parameters)
         return {"config.json": config, "model.safetensors": tensors}

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxft import dispatch
-from jaxft.models.bert import BertModel, named_parameters
+from jaxft.models.bert import encoder_of, named_parameters
 from jaxft.ops import checks
 from jaxft.text import long_texts
 from jaxft.text.long_texts import TextError
@@ -727,7 +727,7 @@ def _cause(model: nnx.Module) -> str:
     for name, parameter in named_parameters(model).items():
         if not jnp.isfinite(parameter.get_value()).all():
             return f"the model's parameter {name.removeprefix('encoder.')} has NaN or infinite values"
-    bert = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    bert = encoder_of(model)
     dtype = bert.embeddings.options.dtype
     return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
 

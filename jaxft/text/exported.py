@@ -27,7 +27,7 @@ from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.kernels.mosaic_gpu import support
-from jaxft.models.bert import BertModel, named_parameters
+from jaxft.models.bert import BertModel, encoder_of, named_parameters
 from jaxft.ops.bundle import Rebuild, bundle
 from jaxft.text import batching
 from jaxft.text.batching import Batcher
@@ -67,7 +67,7 @@ def contents(
     tensors.checked_folder(path, "export: path")
     _check_installed("export")
     batch_size = batching.check_batch_size("export", batch_size)
-    encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    encoder = encoder_of(model)
     dtype = _dtype(model, encoder)
     implementation = encoder.embeddings.options.implementation
     arrays, rebuild = bundle(model, implementation="xla" if implementation == "xla" else None)
