@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.stats
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -47,9 +48,7 @@ def logits(folder: Path, length: int, batch: int, **options: Any) -> tuple[np.nd
 
 def kendall(x: np.ndarray, y: np.ndarray) -> float:
     """Computes Kendall's tau-b of two vectors: the correlation of the orders of all pairs, where ties are 0."""
-    orders = [np.sign(a[:, None] - a[None]) for a in (x, y)]
-    products = [float((a * b).sum()) for a, b in (orders, orders[:1] * 2, orders[1:] * 2)]
-    return products[0] / (products[1] * products[2]) ** 0.5
+    return float(scipy.stats.kendalltau(x, y).statistic)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
