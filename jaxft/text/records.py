@@ -26,7 +26,7 @@ _FEW_ROWS, _GROWTH = 16, 32  # rows of the first block of a parquet file; how mu
 _SHARED_ROWS = 1 << 14  # of a block of a dictionary column, whose texts are in memory once
 _BUFFER = 1 << 22  # bytes of a parquet column that are read at once
 _END = 1 << 16  # bytes at the end of a file that tell whether it has changed
-_SAMPLE = 1000  # records of JSON lines from which the types of kept fields are inferred
+_SAMPLE = 1000  # first records of JSON lines, which tell whether fields exist, and the types of kept fields
 SUFFIXES = (".parquet", ".jsonl", ".txt", ".jsonl.gz", ".txt.gz")
 
 
@@ -158,7 +158,8 @@ def sources(data: Sequence[str], *, result: Path | None = None, jsonl: bool = Fa
     found, target = [], result and result.resolve()
 
     def is_result(system: Any, path: str) -> bool:
-        return system.type_name == "local" and target in Path(os.path.realpath(path)).parents
+        is_local = target is not None and system.type_name == "local"
+        return is_local and target in Path(os.path.realpath(path)).parents
 
     if not data or "" in data:
         raise DataError("cannot read '': name a file, a folder or a URI")
@@ -189,7 +190,7 @@ def sources(data: Sequence[str], *, result: Path | None = None, jsonl: bool = Fa
         for one, its_name in zip(infos, names, strict=True):
             if one.type == fs.FileType.NotFound:
                 raise DataError(f"cannot read {its_name}: No such file or directory")
-            if is_result(system, one.path):
+            if info.type != fs.FileType.Directory and is_result(system, one.path):
                 raise DataError(f"{its_name}: is inside of {result}, the folder of the result")
             stem = its_name.removesuffix(".gz")
             kind = Path(stem).suffix
@@ -252,7 +253,8 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
     sample = [*itertools.islice(records, _SAMPLE)]
     fields = dict.fromkeys(itertools.chain.from_iterable(sample))
     for name in (column, *keep):
-        if sample and name not in fields:  # a field may be missing where it is null, but hardly in so many records
+        # Writers may leave out a field that is null, but hardly in all of the first records.
+        if sample and name not in fields:
             option = "--text-column" if name == column else "--keep"
             raise DataError(
                 f"{files[0].name}: the first records have no field {name!r} ({option}); their fields are "
