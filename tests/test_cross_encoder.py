@@ -516,10 +516,10 @@ def test_own_activation_gets_all_logits(folders, compiled):
     compiled.clear()
     encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
     logits = encoder.predict(pairs, activation_fn=cross_encoder.ACTIVATIONS["Identity"])
-    assert compiled == []  # the program is that of the encoder's own activation
+    assert compiled == []  # each program returns the logits too
     np.testing.assert_allclose(jax.nn.sigmoid(logits), encoder.predict(pairs), rtol=1e-6)
     logits += 1
-    with pytest.raises(TypeError):  # the names are those of programs
+    with pytest.raises(TypeError):  # compiled programs are found by these names
         cross_encoder.ACTIVATIONS["Identity"] = jnp.tanh
     encoder.activation_fn = lambda x: given.append(x.shape) or (x > 0)
     scores = encoder.predict(pairs[:5])
