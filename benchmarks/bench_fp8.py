@@ -1,8 +1,9 @@
 """FP8 inference beside jaxft's own bfloat16, in the same process: matmuls, and whole BERT encoders with random weights.
 
 `sustained_us` is the wall time per call over at least `--seconds` of queued calls, in which the card draws up to its
-power limit. Its note has the power and the clock. `--quick` leaves it out. The card first warms up for a third of
-`--seconds`, and for a tenth where it has just run another case. Every row is written as soon as it is measured.
+power limit. Its note has the power and the clock. `--quick` and batches of few tokens leave it out. The card
+first warms up for a third of `--seconds`, and for a tenth where it has just run another case. Every row is written as
+soon as it is measured.
 
 With `--lengths FILE`, BERT-large with its question-answering head is timed on packed texts of these lengths.
 """
@@ -185,7 +186,11 @@ def run_encoders(cases: Sequence[shapes.Encoder], args: argparse.Namespace) -> l
         rows += timing.measure(sets, work=keys[-1][1], unit="TFLOP/s", args=args, **keys[-1][0])
     if args.quick:
         return rows
-    runs = [(*key, *run) for key, (_, variants) in zip(keys, cases_variants, strict=True) for run in variants.items()]
+    runs = [
+        (*key, *run)
+        for key, (case, variants) in zip(keys, cases_variants, strict=True)
+        for run in (variants.items() if case not in shapes.FP8_FEW else ())
+    ]
     for i, (key, work, name, (f, inputs)) in enumerate(runs):
         rows.append(sustained_row(functools.partial(f, *inputs), key, name, work, args, warm=i > 0))
     return rows
@@ -309,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape in shapes.FP8_DENSE[:3] if args.quick else shapes.FP8_DENSE:
         if chosen(f"dense {'x'.join(map(str, shape))}"):
             results += run_dense(shape, args)
-    cases = [case for case in shapes.FP8_ENCODER[: 2 if args.quick else None] if chosen(case.label("gelu"))]
+    cases = shapes.FP8_FEW[:1] + shapes.FP8_ENCODER[:2] if args.quick else shapes.FP8_FEW + shapes.FP8_ENCODER
+    cases = [case for case in cases if chosen(case.label("gelu"))]
     results += run_encoders(cases, args) if cases else []
     if args.lengths is not None:
         results += run_answers("BERT-large", np.load(args.lengths), args)

@@ -257,6 +257,9 @@ FP8_ENCODER = [
     Encoder("BERT-base", 32, 128), Encoder("BERT-base", 128, 128), Encoder("BERT-base", 32, 512),
     Encoder("BERT-base", 32, 512, valid=9394), Encoder("BERT-large", 32, 512),
 ]  # fmt: skip
+# Few tokens: the card does not reach its power limit.
+FP8_FEW = [Encoder("BERT-base", 1, 16), Encoder("BERT-base", 1, 128), Encoder("BERT-base", 8, 64),
+           Encoder("BERT-base", 16, 64)]  # fmt: skip
 TRAINING = [Encoder("BERT-base", 32, 128), Encoder("BERT-base", 32, 512)]
 TRAINING_DROPOUT = (0.0, 0.1)
 

@@ -114,6 +114,7 @@ def script(module, settings, peers):
             {"xla", "jaxft, triton"},
         ),
         script(bench_fp8, {"FP8_DENSE": [(64, 128, 512)], "MODELS": {"tiny": shapes.Model(1, 128, 2, 256)},
+                     "FP8_FEW": [shapes.Encoder("tiny", 1, 16)],
                      "FP8_ENCODER": [shapes.Encoder("tiny", 2, 16), shapes.Encoder("tiny", 2, 16, valid=20)]},
          {"xla", "jaxft, triton", "jaxft, bfloat16"}),
         script(bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),

@@ -134,7 +134,11 @@ class Plan(plans.Plan):
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
     first_row: int | None = None  # of a `MatrixView`, whose `stack` is the kernel then
-    matmul_adds: bool = False  # whether the matmul of float8 adds bias and residual, and not the LayerNorm
+    # The other fields are for float8 arrays.
+    op: str = ""
+    x_scale: float = 1.0
+    float8_scale: float | None = None
+    matmul_adds: bool = False  # whether the matmul adds bias and residual, and not the LayerNorm
 
 
 def plan_of(
@@ -142,10 +146,10 @@ def plan_of(
     epsilon: float, dropout_rate: float, return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
-    (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
+    rows, itemsize = x.shape[0], x.dtype.itemsize
     reason = triton_dense.unsupported(x, kernel=kernel, bias=bias, residual=residual, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
-    kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
+    kernel_precision = dispatch.matmul_precision(precision)
     matmul = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
     y: Any = jax.eval_shape(jnp.matmul, x, kernel)  # with its sharding
     norm = layer_norm.plan_of(
@@ -154,10 +158,9 @@ def plan_of(
     )  # fmt: skip
     two_ops = Pass("ops", (matmul, norm))
     forward, why = two_ops, choice.why
-    if choice.name == norm.forward.backend == "triton" and 0 not in (rows, depth, width):
-        split = tuning.dense_split(rows, depth, width, itemsize, device)
-        if split.splits > 1:
-            forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # float32 sums
+    if choice.name == norm.forward.backend == "triton" and x.size and kernel.size:
+        if split := _split_pass(x, kernel):
+            forward = split
         elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and matmul.plain:
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
@@ -177,7 +180,7 @@ def float8_plan_of(
     kernel_scale: Array, *, x_scale: float | None, float8_scale: float | None, epsilon: float, dropout_rate: float,
     return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
-    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient."""
+    """Chooses backends and configurations for a float8 `x` and kernel, which have no gradient."""
     dtype = residual.dtype
     matmul_plan = functools.partial(
         float8.plan_of, op, x, kernel, kernel_scale, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
@@ -193,12 +196,23 @@ def float8_plan_of(
         in_place=True, float8_scale=float8_scale,
         implementation=None if implementation == "mosaic_gpu" else implementation,
     )  # fmt: skip
+    forward = Pass("ops", (matmul, norm))
+    if matmul.forward.backend == norm.forward.backend == "triton":  # no array is empty
+        forward = _split_pass(x, kernel) or forward
     reasons = "; ".join(dict.fromkeys(plan.why for plan in (matmul, norm) if plan.why))
     return Plan(
-        forward=Pass("ops", (matmul, norm)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
-        epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision="",
-        matmul_adds=adds,
+        forward=forward, interpret=matmul.interpret, by_name=matmul.by_name, why=reasons, epsilon=epsilon,
+        dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision="tf32", op=op,
+        x_scale=x_scale or 1.0, float8_scale=float8_scale, matmul_adds=adds,
     )  # fmt: skip
+
+
+def _split_pass(x: Array, kernel: Array) -> Pass | None:
+    """Returns the pass of a split-K matmul and a LayerNorm that adds up the parts, or None if it does not pay."""
+    (rows, depth), width, device = x.shape, kernel.shape[1], dispatch.device()
+    split = tuning.dense_split(rows, depth, width, x.dtype.itemsize, device)
+    norm = tuning_rows.layer_norm(rows, width, 4, device, "sums")  # the sums are float32
+    return Pass("triton", (split, norm)) if split.splits > 1 else None
 
 
 def run_float8(
@@ -206,6 +220,9 @@ def run_float8(
     kernel_scale: Array, rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the results of a `float8_plan_of`."""
+    if plan.forward.backend == "triton":
+        float8.count(plan.op, x)
+        return _split_float8_jit(x, kernel, residual, bias, gamma, beta, rng, kernel_scale, plan)
     matmul, norm = plan.forward.config
     of_matmul, of_norm = _who_adds(plan.matmul_adds, bias, residual)
     y = float8.run(x, kernel, kernel_scale, *of_matmul, matmul)
@@ -267,18 +284,45 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
     return run(x, kernel, residual, bias, gamma, beta, rng)
 
 
-def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
+def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng, kernel_scale=None):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
         float8.rows_of(x), kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
-        interpret=plan.interpret, splits=split.splits, first_row=plan.first_row or 0,
+        interpret=plan.interpret, splits=split.splits, first_row=plan.first_row or 0, kernel_scale=kernel_scale,
+        x_scale=plan.x_scale,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
     out = triton_norm.forward(
         sums, bias, float8.rows_of(residual), gamma, beta, seed, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate,
-        return_sum=plan.return_sum, save=False, in_place=False, config=norm, interpret=plan.interpret,
+        return_sum=plan.return_sum, save=False, in_place=False, float8_scale=plan.float8_scale, config=norm,
+        interpret=plan.interpret,
     )  # fmt: skip
     return tuple(y.reshape(residual.shape) for y in out)
+
+
+@functools.partial(jax.jit, static_argnums=8)
+def _split_float8_jit(x, kernel, residual, bias, gamma, beta, rng, kernel_scale, plan):
+    def plain(*arrays):
+        return by_parts((), *arrays)
+
+    def by_parts(over, x, kernel, residual, bias, gamma, beta, rng, kernel_scale):
+        y = reference.float8_dense(x, kernel, kernel_scale, x_scale=plan.x_scale, dtype=jnp.float32, over=over)
+        wide: Any = reference.bias_residual_layer_norm(
+            y, bias, residual, gamma, beta, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate, dropout_rng=rng,
+            return_sum=plan.return_sum,
+        )  # fmt: skip
+        wide = wide if plan.return_sum else (wide,)
+        found = tuple(part.astype(residual.dtype) for part in wide)
+        return found if plan.float8_scale is None else (*found, reference.to_float8(wide[0], plan.float8_scale))
+
+    rows = sharding.rows_of(x.shape[:-1], dropout=rng is not None)
+    rule = Rule(
+        "dense_residual_layer_norm", f"{rows} k, k D, {rows} D, D, D, D, key({rows}), D",
+        f"{rows} D, {rows} D, {rows} D", contracted={"k": by_parts},
+    )  # fmt: skip
+    run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
+    arrays = transforms.vary_alike(x, kernel, residual, bias, gamma, beta, rng, kernel_scale)
+    return float8.without_gradient(plan.op, run)(*arrays)
 
 
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):

@@ -245,30 +245,36 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
 
     `splits` is 1 if split-K does not pay: in float32, with more than 256 rows, with a depth below 512, or if the tiles
     give work to more than half of the SMs without it. At 512 rows the LayerNorm takes longer by as much as the matmul
-    gains.
+    gains. In float8, the same number of bytes is twice as deep.
     """
     # H200, bf16, 128x768x768 with the LayerNorm: 4.8 us (XLA 6.2), 2026-11-24
+    # H200, float8, 128x3072x768 with the LayerNorm: 7.0 us (one program for each tile 12.0), 2026-11-28
     # See docs/performance-notes.md, "Split-K by Triton before a LayerNorm".
-    tiles = _tiles(rows, width)
-    splits = min(4, device.multiprocessors // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
-    few = rows <= 64
+    tiles, few = max(1, _tiles(rows, width)), rows <= 64
+    if itemsize > 2 or rows > 256:
+        splits = 1
+    elif itemsize == 1 and rows > 128:
+        splits = min(4, 2 * device.multiprocessors // tiles, depth // 768)
+    else:
+        splits = min(4, device.multiprocessors // tiles, depth // 256)
     default = SplitConfig(
         block_m=max(16, min(64, next_power_of_2(rows))),
-        block_n=max(16, min(32 if few else 64, next_power_of_2(width))),
-        block_k=128 if few else 64,
-        num_warps=2 if rows <= 16 else 4,
+        block_n=max(16, min(32 if few or itemsize == 1 and rows > 128 else 64, next_power_of_2(width))),
+        block_k=(256 if few else 128) // itemsize,
+        num_warps=2 if rows <= 16 and itemsize > 1 else 4,
         num_stages=4 if few else 5,
         splits=max(1, splits),
     )
     return lookup("dense_split", default, device, rows=rows, depth=depth, width=width, itemsize=itemsize)
 
 
-def dense_split_candidates(rows: int, **_: Any) -> Iterable[SplitConfig]:
+def dense_split_candidates(rows: int, itemsize: int, **_: Any) -> Iterable[SplitConfig]:
     """Yields the configurations that `autotune` tries for the Triton split-K matmul before a LayerNorm."""
-    block_m = max(16, min(64, next_power_of_2(rows)))
-    blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
+    block_m, deep = max(16, min(64, next_power_of_2(rows))), 256 // itemsize
+    blocks = [(64, deep, 4, 3), (64, deep, 4, 4), (64, deep // 2, 4, 5), (32, deep, 4, 5), (128, deep // 2, 4, 4),
+              (32, deep, 4, 4)]  # fmt: skip
     if block_m == 16:
-        blocks.append((32, 128, 2, 4))
+        blocks.append((32, deep, 2, 4))
     for block, splits in itertools.product(blocks, (1, 2, 3, 4, 6)):
         yield SplitConfig(block_m, *block, splits=splits)
 
@@ -285,19 +291,7 @@ def dense_mosaic(
     pieces = 8 if variant else 4
     if gated:
         return with_room(_gated(rows, width, programs), itemsize, pieces + 2, device)
-    default, most = _in_rounds(rows, width, itemsize, programs), 0
-    # H200, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 per group 11.8), 2026-11-24
-    # See docs/performance-notes.md, "Tiles of the Mosaic GPU dense kernel".
-    small = (
-        (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
-        (64, 192, 4, "m"),
-    )  # fmt: skip
-    for m, n, k, split in small:
-        # The tiles that give work to the most SMs, if no SM gets more than one.
-        candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
-        tiles = _tiles(rows, width, *candidate.block)
-        if most < tiles <= candidate.programs:
-            most, default = tiles, candidate
+    default = _in_one_round(rows, width, itemsize, programs) or _in_rounds(rows, width, itemsize, programs)
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     return _lookup_mosaic("dense_mosaic", default, device, variant, pieces, **sizes, itemsize=itemsize)
 
@@ -399,6 +393,24 @@ def _in_rounds(
     return min(configs, key=time)
 
 
+def _in_one_round(rows: int, width: int, itemsize: int, programs: int) -> MosaicDenseConfig | None:
+    """Returns the tiles that give work to the most SMs, if no SM gets more than one tile. None if there are no such."""
+    # H200, bf16, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 by turns 11.8), 2026-11-24
+    # H200, float8, 1024x3072x768: 7.7 us in blocks of 64x128 by turns (128x64 blocks that are shared 8.3), 2026-11-28
+    # See docs/performance-notes.md, "Tiles of the Mosaic GPU dense kernel".
+    small = [(64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
+             (64, 192, 4, "m")]  # fmt: skip
+    if itemsize == 1:
+        small = [(m, n, 6 if n > 64 else 8, split) for m, n, _, split in sorted(small, key=lambda tile: tile[3] == "m")]
+    found, most = None, 0
+    for m, n, k, split in small:
+        candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
+        tiles = _tiles(rows, width, *candidate.block)
+        if most < tiles <= programs:
+            most, found = tiles, candidate
+    return found
+
+
 def _gated(rows: int, width: int, programs: int) -> MosaicDenseConfig:
     """Returns the tiles of a layer with a gate, see `_in_rounds`. `width` is a multiple of 128."""
     # H100, bf16, 16384x768x1152 GeGLU: 82.2 us in tiles of the first kind (second 88.8, Triton 119.2), 2026-11-27
@@ -415,7 +427,9 @@ def _gated(rows: int, width: int, programs: int) -> MosaicDenseConfig:
 
 def float8_implementation(rows: int, depth: int, width: int) -> str:
     """Returns the fastest implementation of a dense layer of float8 on Hopper, "mosaic_gpu" or "triton"."""
-    return "triton" if is_short(rows, depth, width, 2) else "mosaic_gpu"
+    # H200, 512x768x2304: 5.3 us with Mosaic GPU (Triton 9.1), 2026-11-28
+    # Calls of BERT-base in FP8 with 512 tokens, queued: 359 us, of which the GPU works 346 us.
+    return "triton" if is_short(rows, depth, width, itemsize=4) else "mosaic_gpu"
 
 
 def float8_matmul_adds_residual(rows: int, depth: int, width: int) -> bool:
@@ -435,7 +449,10 @@ def float8_dense_mosaic(
     # H100, 4096x768x2304: 14.6 us in tiles of 128x192 by turns (64x192 below each other 16.4), 2026-11-27
     # See docs/performance-notes.md, "FP8: tiles and encoders".
     programs, pieces = device.multiprocessors, _float8_pieces(result_itemsize)
-    if activation is None and depth >= 2048:  # The epilogue is a small part, and larger blocks read less.
+    if one_round := _in_one_round(rows, width, 1, programs):
+        # H200, 512x768x3072 with GELU: 5.7 us in tiles of 64x192 by turns (128x128 6.1, Triton 9.6), 2026-11-28
+        default = one_round
+    elif activation is None and depth >= 2048:  # The epilogue is a small part, and larger blocks read less.
         pairs = [MosaicDenseConfig(64, n, tile_k_of(1), 6, "m", programs=programs) for n in (256, 192)]
         default = min(pairs, key=lambda c: -(-_tiles(rows, width, *c.block) // programs) * c.tile_n)
     else:
