@@ -355,6 +355,34 @@ def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, 
     assert len(ready) >= batches and (all(ready) or not on_cpu)
 
 
+@pytest.mark.parametrize("kind", ["array", "features"])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_results_of_one_text_are_copied_to_pinned_memory(monkeypatch, on_cpu, kind):
+    """They stay where they are on a CPU."""
+    (cpu, *_), put, device_put = jax.devices("cpu"), [], jax.device_put
+
+    def compute(batch):
+        tokens = device_put(np.arange(batch.input_ids.size * 3, dtype=np.float32), cpu)
+        return (tokens.reshape(*batch.input_ids.shape, 3),) if kind == "features" else tokens[:2].reshape(1, 2)
+
+    def watched(x, where):
+        put.append(where.memory_kind)
+        return device_put(x, where)
+
+    if not on_cpu:
+        monkeypatch.setattr(batching, "_on_cpu", lambda x: not isinstance(x, jax.Array))
+    monkeypatch.setattr(jax, "device_put", watched)
+    ((result,),) = make(False).compute_parts(
+        [texts_of([5])], lambda texts, _: texts, 4, [Lane(compute)], model=None, width=2 if kind == "array" else None,
+        unit="text", show_progress_bar=False,
+    )  # fmt: skip
+    assert put == ([] if on_cpu else ["pinned_host"])
+    if kind == "array":
+        assert result.tolist() == [0.0, 1.0]
+    else:
+        np.testing.assert_array_equal(result.tokens[:5], np.arange(15.0).reshape(5, 3))
+
+
 @pytest.mark.parametrize("settings", [lambda: 0, threading.get_ident])
 def test_thread_with_the_same_settings_starts_all_batches_but_the_first(settings):
     started, device = [], Device()

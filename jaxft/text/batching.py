@@ -271,6 +271,25 @@ def _to_numpy(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(jax.block_until_ready(x) if _on_cpu(x) else x)
 
 
+def _copied(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Starts the copy of an array to the host."""
+    if isinstance(x, jax.Array) and not _on_cpu(x):
+        x.copy_to_host_async()
+    return x
+
+
+def _pinned(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Starts the copy of an array to pinned memory of the host, and returns the array there.
+
+    If nothing else is queued on the GPU, this is faster than `_copied`: the GPU writes to the memory that NumPy reads,
+    and no thread of JAX takes part. If other batches are queued, their results are copied faster by `_copied`.
+    """
+    # H200, one query, MiniLM, call and wait for the result: 0.41 ms (`_copied` 0.55), 2026-11-28
+    if not isinstance(x, jax.Array) or _on_cpu(x):
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+
 def _finished(result: Any) -> Future[Any]:
     """Returns a future that has a result."""
     future = Future[Any]()
@@ -482,7 +501,7 @@ class Batcher:
         tokens = self._tokens(0, text, tokenise, True)
         (cut,) = self._cut(np.zeros(1, np.int64), tokens, batch_size, lane, set(), last=True)
         lane.wait(cut.batch)
-        work = _Work(cut, _finished(self._start(cut, lane)))
+        work = _Work(cut, _finished(self._start(cut, lane, _pinned)))
         for _ in self._finish(work, lane, lane, functools.partial(self._read, receive)):
             pass
 
@@ -605,8 +624,8 @@ class Batcher:
             return [cut]
         return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, set(), last=True)]
 
-    def _start(self, cut: _Cut, lane: Lane) -> Any:
-        """Starts the computation of a batch on a lane, and the copy of its results to the host.
+    def _start(self, cut: _Cut, lane: Lane, copy: Callable[[Any], Any] = _copied) -> Any:
+        """Starts the computation of a batch on a lane, and the copy of its results to the host by `copy`.
 
         Returns the result, or the error. Once memory has run out, queued batches of that size are not tried.
         """
@@ -614,15 +633,11 @@ class Batcher:
             if cut.batch_size > self._largest.get(lane.device, cut.batch_size):
                 return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a batch of this size did not fit before")
             try:
-                result = lane.compute(cut.batch)
-                for leaf in jax.tree.leaves(result):
-                    if not _on_cpu(leaf):
-                        leaf.copy_to_host_async()
+                return jax.tree.map(copy, lane.compute(cut.batch))
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" in str(error):
                     self._halve(cut.batch_size, lane)
                 return error
-        return result
 
     def _read(self, receive: Callable[[np.ndarray, Any], Any], work: _Work) -> Any:
         """Waits for the result of a batch. Returns what `receive` makes of it, or raises the error of the batch."""
