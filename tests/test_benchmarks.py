@@ -860,28 +860,28 @@ def compare_fakes(tmp_path, monkeypatch, capsys):
     return compare
 
 
-def test_peers_are_measured_and_compared(compare_fakes):
-    rows, printed = compare_fakes("encode-base", "Right", "Wrong", "Other", "Absent", "Broken", "Dies")
-    found = {(line["op"], line["implementation"]): line for line in rows}
-    for what, shape in (("docstrings", "300"), ("one query", "1")):
-        op = f"peers, encode {what}, BERT-base"
-        assert {implementation for name, implementation in found if name == op} == {
-            "fakes:Right", "fakes:Wrong", "fakes:Other", "fakes:Broken", "fakes:Dies",
-        }  # fmt: skip
-        right = found[op, "fakes:Right"]
-        assert (right["shape"], right["metric"], right["unit"]) == (shape, "wall_us", "ktext/s")
-        assert float(right["p50"]) > 0 and f"numpy {np.__version__}" in right["note"] and right["commit"]
-        assert float(right["rate"]) == pytest.approx(int(shape) * 1e3 / float(right["p50"]), rel=1e-2)
-        for name, reason in (
-            ("Wrong", "failed: embeddings: cosine -0."),
-            ("Broken", "failed: ValueError: no such model"),
-            ("Dies", "failed: exit code 7"),
-        ):
-            assert found[op, f"fakes:{name}"]["p50"] == "nan"
-            assert found[op, f"fakes:{name}"]["note"].startswith(reason)
-    assert found["peers, encode docstrings, BERT-base", "fakes:Right"]["note"].startswith("batch size 16; ")
-    assert "encode-base, fakes:Absent: left out, because no-such-package is not installed" in printed
-    assert "| encode docstrings, BERT-base |" in printed
+@pytest.mark.parametrize(
+    ("case", "what", "shape", "checked", "setting"),
+    [("encode-base", "docstrings", "300", "embeddings", "batch size 16; "),
+     ("query-base", "one query", "1", "embedding", "")],
+)  # fmt: skip
+def test_peers_are_measured_and_compared(compare_fakes, case, what, shape, checked, setting):
+    rows, printed = compare_fakes(case, "Right", "Wrong", "Other", "Absent", "Broken", "Dies")
+    assert {line["op"] for line in rows} == {f"peers, encode {what}, BERT-base"}
+    found = {line["implementation"].removeprefix("fakes:"): line for line in rows}
+    assert {*found} == {"Right", "Wrong", "Other", "Broken", "Dies"}
+    right = found["Right"]
+    assert (right["shape"], right["metric"], right["unit"]) == (shape, "wall_us", "ktext/s")
+    assert float(right["p50"]) > 0 and right["note"] == f"{setting}numpy {np.__version__}" and right["commit"]
+    assert float(right["rate"]) == pytest.approx(int(shape) * 1e3 / float(right["p50"]), rel=1e-2)
+    for name, reason in (
+        ("Wrong", f"failed: {checked}: cosine -0."),
+        ("Broken", "failed: ValueError: no such model"),
+        ("Dies", "failed: exit code 7"),
+    ):
+        assert found[name]["p50"] == "nan" and found[name]["note"].startswith(reason)
+    assert f"{case}, fakes:Absent: left out, because no-such-package is not installed" in printed
+    assert f"| encode {what}, BERT-base |" in printed
 
 
 def test_peers_that_take_too_long_are_ended(compare_fakes):
