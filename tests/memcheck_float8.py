@@ -27,6 +27,8 @@ DENSE = (  # implementation, (rows, depth, width), options
     ("triton", (130, 3072, 760), {"dtype": jnp.float16}),
     ("triton", (33, 40, 24), {"float8_scale": 0.5}),
 )
+# (rows, depth, width) of a split-K matmul and a LayerNorm. The partial sums between them lie in a larger buffer.
+SPLIT = ((1, 768, 768), (77, 1000, 760), (200, 3072, 1024))
 ATTENTION = ((2, 77, 3, 64), (1, 130, 2, 32), (3, 64, 1, 80))  # batch, length, heads, size of a head
 NORM = ((5, 768), (77, 1024), (130, 100))
 
@@ -46,6 +48,17 @@ def programs():
 
         yield f"dense {shape} {options}, {implementation}", run, (kernel, arrays)
     of_triton = {"float8_scale": 1.0, "implementation": "triton"}
+    for shape in SPLIT:
+        arrays = dense_arrays(*shape)
+        kernel = arrays.pop("kernel").T
+        arrays |= normal(rng, jnp.bfloat16, residual=(shape[0], shape[2]), gamma=shape[2:], beta=shape[2:])
+
+        def half(kernel, arrays):
+            return jaxft.dense_residual_layer_norm(kernel=kernel.T, **arrays, **of_triton)
+
+        (record,) = jaxft.explain(half, kernel, arrays)
+        assert record.forward.backend == "triton"  # otherwise the depth is not split
+        yield f"dense and LayerNorm {shape}", half, (kernel, arrays)
     for b, t, n, h in ATTENTION:
         qkv = normal(rng, jnp.bfloat16, qkv=(b, t, 3, n, h))["qkv"]
         yield f"attention {qkv.shape}", functools.partial(jaxft.qkv_attention, **of_triton), (qkv,)
