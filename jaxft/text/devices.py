@@ -76,8 +76,8 @@ class Dealer:
         arrays, rebuild = self._bundled(model)
         if devices is not None:
             chosen = dispatch.named_devices(where, devices)
-        else:
-            chosen = [] if any(getattr(x, "committed", False) for x in arrays) else dispatch.work_devices(many=not one)
+        elif (chosen := dispatch.work_devices(many=not one)) and any(getattr(x, "committed", False) for x in arrays):
+            chosen = []
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
         first = chosen[0] if chosen else None
