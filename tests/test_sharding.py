@@ -206,6 +206,18 @@ def ops() -> dict[str, Case]:
              "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
             {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
         ),
+        "split dense_residual_layer_norm of float8 by rows": Case(
+            lambda **k: jaxft.dense_residual_layer_norm(**k, x_scale=0.5, float8_scale=0.5),
+            {"x": float8(B, T, 1024), "kernel": float8(1024, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
+            {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
+        ),
+        "split dense_residual_layer_norm of float8": Case(
+            lambda **k: jaxft.dense_residual_layer_norm(**k, bias=None, x_scale=0.5, return_sum=True),
+            {"x": float8(B, T, 1024), "kernel": float8(1024, F), "kernel_scale": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
+            {"x": data, "residual": data},
+        ),
         "feed_forward_residual_layer_norm of float8 by columns and rows": Case(
             lambda **k: jaxft.feed_forward_residual_layer_norm(**k, inner_scale=0.5),
             {**ffn, "x": float8(B, T, W), "in_kernel": float8(W, F), "out_kernel": float8(F, W),

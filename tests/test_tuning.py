@@ -488,6 +488,40 @@ def test_mosaic_dense_picks_the_fastest_tile(rows, width, tile):
     assert (config.tile_m, config.tile_n, config.split) == tile
 
 
+@pytest.mark.parametrize(
+    ("sizes", "activation", "tile"),
+    [((512, 768, 2304), None, (64, 192, "none")), ((512, 768, 3072), "gelu", (64, 192, "none")),
+     ((512, 3072, 768), None, (64, 64, "none")), ((1024, 3072, 768), None, (64, 128, "none")),
+     ((1024, 768, 3072), "gelu", (64, 192, "m")), ((2048, 768, 768), None, (64, 192, "none")),
+     ((4096, 768, 2304), None, (128, 192, "none")), ((16384, 3072, 768), None, (64, 256, "m"))],
+)  # fmt: skip
+def test_float8_tiles_give_work_to_most_multiprocessors(sizes, activation, tile):
+    assert tuning_dense.float8_implementation(*sizes) == "mosaic_gpu"
+    config = tuning_dense.float8_dense_mosaic(*sizes, activation, 2, H200)
+    assert (config.tile_m, config.tile_n, config.split) == tile
+    assert config.stages * sum(config.block) * 128 + 9 * 64 * 64 + 2 * config.tile_n * 4 < 227 * 1024 - 512
+
+
+@pytest.mark.parametrize(
+    ("sizes", "implementation"),
+    [((256, 768, 3072), "triton"), ((512, 384, 1536), "triton"), ((1024, 384, 1536), "mosaic_gpu"),
+     ((257, 768, 768), "mosaic_gpu")],
+)  # fmt: skip
+def test_short_matmuls_in_float8_run_in_triton(sizes, implementation):
+    assert tuning_dense.float8_implementation(*sizes) == implementation
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "parts"),
+    [(1, 768, (16, 32, 256, 4, 4, 3)), (64, 3072, (64, 32, 256, 4, 4, 4)), (65, 3072, (64, 64, 128, 4, 5, 4)),
+     (128, 768, (64, 64, 128, 4, 5, 3)), (129, 3072, (64, 32, 128, 4, 5, 4)), (256, 3072, (64, 32, 128, 4, 5, 4))],
+)  # fmt: skip
+def test_few_rows_in_float8_split_the_depth(rows, depth, parts):
+    assert tuning_dense.dense_split(rows, depth, 768, 1, H200) == tuning_dense.SplitConfig(*parts)
+    assert tuning_dense.dense_split(129, 768, 768, 1, H200).splits == 1
+    assert tuning_dense.dense_split(257, depth, 768, 1, H200).splits == 1
+
+
 @pytest.mark.parametrize("rows", [1, 64, 300, 4096, 16384])
 @pytest.mark.parametrize("width", [80, 768, 3072])
 def test_mosaic_gradient_fits_into_shared_memory(rows, width):
