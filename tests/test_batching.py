@@ -345,7 +345,7 @@ def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, 
     with jax.default_device(cpu):
         slow = jax.jit(slowly).lower(np.ones(4, np.int32)).compile()
     if not on_cpu:
-        monkeypatch.setattr(batching, "_on_cpu", lambda _: False)
+        monkeypatch.setattr(batching, "_platform", lambda _: "gpu")
     monkeypatch.setattr(array, "copy_to_host_async", lambda x: copied.append(x))
     monkeypatch.setattr(np, "asarray", read)
     texts = texts_of([5] * count)
@@ -370,7 +370,7 @@ def test_results_of_one_text_are_copied_to_pinned_memory(monkeypatch, on_cpu, ki
         return device_put(x, where)
 
     if not on_cpu:
-        monkeypatch.setattr(batching, "_on_cpu", lambda x: not isinstance(x, jax.Array))
+        monkeypatch.setattr(batching, "_platform", lambda _: "gpu")
     monkeypatch.setattr(jax, "device_put", watched)
     ((result,),) = make(False).compute_parts(
         [texts_of([5])], lambda texts, _: texts, 4, [Lane(compute)], model=None, width=2 if kind == "array" else None,

@@ -259,35 +259,36 @@ class Lane:
                 thread.shutdown(cancel_futures=True)
 
 
-def _on_cpu(x: jax.Array | np.ndarray) -> bool:
-    """Returns whether an array is in the memory of the host."""
-    return not isinstance(x, jax.Array) or all(home.platform == "cpu" for home in dispatch.homes([x]))
+def _platform(x: jax.Array | np.ndarray) -> str:
+    """Returns the platform of the devices where an array is, for example "gpu"."""
+    return next(iter(dispatch.homes([x]))).platform if isinstance(x, jax.Array) else "cpu"
 
 
 def _to_numpy(x: jax.Array | np.ndarray) -> np.ndarray:
     """Waits for an array, and copies it to the host if it is on another device."""
     # For a result that is not ready, a CPU's thread would take Python's lock afterwards to release the array. If the
     # process ended in that moment, it would abort (JAX 0.11).
-    return np.asarray(jax.block_until_ready(x) if _on_cpu(x) else x)
+    return np.asarray(jax.block_until_ready(x) if _platform(x) == "cpu" else x)
 
 
 def _copied(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Starts the copy of an array to the host."""
-    if isinstance(x, jax.Array) and not _on_cpu(x):
+    if isinstance(x, jax.Array) and _platform(x) != "cpu":
         x.copy_to_host_async()
     return x
 
 
 def _pinned(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Starts the copy of an array to pinned memory of the host, and returns the array there.
+    """Starts the copy of an array from a GPU to pinned memory of the host. Returns the array there.
 
-    If nothing else is queued on the GPU, this is faster than `_copied`: the GPU writes to the memory that NumPy reads,
-    and no thread of JAX takes part. If other batches are queued, their results are copied faster by `_copied`.
+    If nothing else is queued on the GPU, this is faster than `_copied`: the GPU writes to the memory that NumPy reads.
+    With many batches it is slower.
     """
     # H200, one query, MiniLM, call and wait for the result: 0.41 ms (`_copied` 0.55), 2026-11-28
-    if not isinstance(x, jax.Array) or _on_cpu(x):
-        return x
-    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    # See docs/performance-notes.md, "The host's time for a query".
+    if isinstance(x, jax.Array) and _platform(x) == "gpu":
+        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    return _copied(x)
 
 
 def _finished(result: Any) -> Future[Any]:
