@@ -188,9 +188,9 @@ def run_encoders(cases: Sequence[shapes.Encoder], args: argparse.Namespace) -> l
         return rows
     runs = [
         (*key, *run)
-        for key, (case, variants) in zip(keys, cases_variants, strict=True)
-        for run in (variants.items() if case not in shapes.FP8_FEW else ())
-    ]
+        for key, (case, variants) in zip(keys, cases_variants, strict=True) if case not in shapes.FP8_FEW
+        for run in variants.items()
+    ]  # fmt: skip
     for i, (key, work, name, (f, inputs)) in enumerate(runs):
         rows.append(sustained_row(functools.partial(f, *inputs), key, name, work, args, warm=i > 0))
     return rows

@@ -260,6 +260,19 @@ def test_layer_spills_no_registers(dtype, batch, length, activation):
         compiled(infer, leaves, of(batch, length, 768, dtype=dtype), **fail)
 
 
+@pytest.mark.parametrize("card", [card for card in CARDS if card.capability >= (8, 9)], ids=lambda card: card.kind)
+@pytest.mark.parametrize("rows", [16, *slow(64, 128, 256)])
+def test_split_depth_in_float8_compiles(card, rows):
+    def half(x, stored, scale, residual, vector):
+        op = functools.partial(jaxft.dense_residual_layer_norm, float8_scale=1.0, implementation="triton")
+        return op(x, stored.T, vector, residual, vector, vector, kernel_scale=scale)
+
+    shapes = of(rows, 3072, dtype="float8_e4m3fn"), of(768, 3072, dtype="float8_e4m3fn"), of(768, dtype="float32")
+    with compiler_for(card) as compiled:
+        found = launched(compiled(half, *shapes, of(rows, 768), of(768)).as_text())
+    assert found.total() == 2, found
+
+
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11), reason="since JAX 0.11, XLA does not dump the PTX of a Triton kernel"
 )

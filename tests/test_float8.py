@@ -416,6 +416,18 @@ def test_few_rows_split_the_depth(rows, float8_scale, options):
         np.testing.assert_array_equal(np.float32(x), np.float32(w))
 
 
+def test_arrays_made_before_a_mesh_take_the_kernels():
+    """Inside of a mesh with Explicit axes, the plan of arrays that are not in the mesh is as without it."""
+    f = dense_arrays(4, 1024, 32)
+    more = normal(np.random.default_rng(3), jnp.bfloat16, residual=(4, 32), gamma=(32,), beta=(32,))
+    op = functools.partial(jaxft.dense_residual_layer_norm, **f, **more, implementation="triton")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    (alone,) = jaxft.explain(op)
+    with jax.set_mesh(mesh):
+        (inside,) = jaxft.explain(op)
+    assert inside.forward == alone.forward and alone.forward.backend == "triton"
+
+
 def test_split_depth_under_transformations():
     rows, depth, width = 4, 1024, 32
     f = dense_arrays(rows, depth, width)

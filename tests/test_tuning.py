@@ -219,12 +219,11 @@ def test_heuristics_fit_into_99_kib(device):
         if itemsize == 4 and config.num_stages > 1:
             taken *= 1.5
         assert taken <= 99 * 1024, (op, head_size, itemsize, config)
-    for rows, depth, width, itemsize in itertools.product((1, 128, 300, 2000), (33, 5000), (100, 768, 5000), (2, 4)):
-        config = tuning_dense.dense(rows, depth, width, itemsize, device)
-        tiles = (
-            (config.block_m + config.block_n) * config.block_k * itemsize
-        )  # fewer than num_stages tiles are in flight
-        assert (config.num_stages - 1) * tiles <= 99 * 1024, config
+    sizes = itertools.product((1, 60, 128, 200, 300, 2000), (33, 5000), (100, 768, 5000), (1, 2, 4))
+    for (rows, depth, width, itemsize), op in itertools.product(sizes, (tuning_dense.dense, tuning_dense.dense_split)):
+        config = op(rows, depth, width, itemsize, device)
+        tiles = (config.block_m + config.block_n) * config.block_k * itemsize
+        assert (config.num_stages - 1) * tiles <= 99 * 1024, config  # fewer than num_stages tiles are in flight
 
 
 @pytest.mark.parametrize(
@@ -499,13 +498,15 @@ def test_float8_tiles_give_work_to_most_multiprocessors(sizes, activation, tile)
     assert tuning_dense.float8_implementation(*sizes) == "mosaic_gpu"
     config = tuning_dense.float8_dense_mosaic(*sizes, activation, 2, H200)
     assert (config.tile_m, config.tile_n, config.split) == tile
+    candidates = tuning_dense.float8_dense_mosaic_candidates(rows=sizes[0], result_itemsize=2, device=H200)
+    assert tile in [(c.tile_m, c.tile_n, c.split) for c in candidates]
     assert config.stages * sum(config.block) * 128 + 9 * 64 * 64 + 2 * config.tile_n * 4 < 227 * 1024 - 512
 
 
 @pytest.mark.parametrize(
     ("sizes", "implementation"),
-    [((256, 768, 3072), "triton"), ((512, 384, 1536), "triton"), ((1024, 384, 1536), "mosaic_gpu"),
-     ((257, 768, 768), "mosaic_gpu")],
+    [((256, 768, 3072), "triton"), ((264, 768, 3072), "mosaic_gpu"), ((300, 768, 3072), "triton"),
+     ((1024, 384, 1536), "triton"), ((1032, 384, 1536), "mosaic_gpu")],
 )  # fmt: skip
 def test_short_matmuls_in_float8_run_in_triton(sizes, implementation):
     assert tuning_dense.float8_implementation(*sizes) == implementation
@@ -517,7 +518,9 @@ def test_short_matmuls_in_float8_run_in_triton(sizes, implementation):
      (128, 768, (64, 64, 128, 4, 5, 3)), (129, 3072, (64, 32, 128, 4, 5, 4)), (256, 3072, (64, 32, 128, 4, 5, 4))],
 )  # fmt: skip
 def test_few_rows_in_float8_split_the_depth(rows, depth, parts):
-    assert tuning_dense.dense_split(rows, depth, 768, 1, H200) == tuning_dense.SplitConfig(*parts)
+    config = tuning_dense.dense_split(rows, depth, 768, 1, H200)
+    assert config == tuning_dense.SplitConfig(*parts)
+    assert config in tuning_dense.dense_split_candidates(rows=rows, itemsize=1)
     assert tuning_dense.dense_split(129, 768, 768, 1, H200).splits == 1
     assert tuning_dense.dense_split(257, depth, 768, 1, H200).splits == 1
 

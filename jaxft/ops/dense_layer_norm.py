@@ -190,7 +190,7 @@ def float8_plan_of(
     adds = adds and tuning.float8_matmul_adds_residual(x.shape[0], *kernel.shape)
     of_matmul, of_norm = _who_adds(adds, bias, residual)
     matmul = matmul_plan(*of_matmul) if adds else matmul
-    y: Any = jax.eval_shape(functools.partial(reference.float8_dense, dtype=dtype), x, kernel, kernel_scale)
+    y: Any = jax.eval_shape(lambda x, kernel: (x @ kernel).astype(dtype), x, kernel)  # with its sharding
     norm = layer_norm.plan_of(
         op, y, *of_norm, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum,
         in_place=True, float8_scale=float8_scale,
@@ -211,8 +211,9 @@ def _split_pass(x: Array, kernel: Array) -> Pass | None:
     """Returns the pass of a split-K matmul and a LayerNorm that adds up the parts, or None if it does not pay."""
     (rows, depth), width, device = x.shape, kernel.shape[1], dispatch.device()
     split = tuning.dense_split(rows, depth, width, x.dtype.itemsize, device)
-    norm = tuning_rows.layer_norm(rows, width, 4, device, "sums")  # the sums are float32
-    return Pass("triton", (split, norm)) if split.splits > 1 else None
+    if split.splits == 1:
+        return None
+    return Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # the sums are float32
 
 
 def run_float8(
@@ -221,7 +222,7 @@ def run_float8(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the results of a `float8_plan_of`."""
     if plan.forward.backend == "triton":
-        float8.count(plan.op, x)
+        float8.note_clipped(plan.op, x)
         return _split_float8_jit(x, kernel, residual, bias, gamma, beta, rng, kernel_scale, plan)
     matmul, norm = plan.forward.config
     of_matmul, of_norm = _who_adds(plan.matmul_adds, bias, residual)

@@ -228,7 +228,7 @@ def _float8(op, x, residual, arrays, kernel_scales, scales, activation, options,
         op, rows, in_kernel, in_scale, in_bias, activation=activation, x_scale=x_scale, dtype=dtype,
         float8_scale=inner_scale, implementation=implementation,
     )  # fmt: skip
-    h: Any = jax.eval_shape(functools.partial(reference.float8_dense, float8_scale=1.0), rows, in_kernel, in_scale)
+    h: Any = jax.eval_shape(jnp.matmul, rows, in_kernel)  # with its sharding
     rest = out_bias, gamma, beta, out_scale
     second = dense_layer_norm.float8_plan_of(
         op, h, out_kernel, residual_rows, *rest, x_scale=inner_scale, float8_scale=scales["float8_scale"], **options,

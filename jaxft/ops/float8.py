@@ -173,8 +173,8 @@ def count_clipped(fn: Callable[..., Any], *args: Any) -> list[Clipped]:
     return [Clipped(*named, int(count)) for named, count in zip(names, counts, strict=True)]
 
 
-def count(op: str, x: Array) -> None:
-    """Counts the clipped numbers of the input of a matmul if `count_clipped` runs."""
+def note_clipped(op: str, x: Array) -> None:
+    """Adds the number of clipped elements of a matmul's input to the list of `count_clipped`, if that runs."""
     if (seen := _counting.get()) is not None:
         largest = jnp.abs(x.astype(jnp.float32)) >= reference.LARGEST_FLOAT8
         seen.append((op, rows_of(x), jnp.sum(largest, dtype=jnp.int32)))
@@ -184,7 +184,7 @@ def run(
     x: Array, kernel: Array, kernel_scale: Array, bias: Array | None, residual: Array | None, plan: Plan
 ) -> Array:  # fmt: skip
     """Computes the layer. x and residual have any number of axes of rows."""
-    count(plan.op, x)
+    note_clipped(plan.op, x)
     return _run_jit(x, kernel, kernel_scale, bias, residual, plan)
 
 

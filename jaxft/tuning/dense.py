@@ -244,8 +244,8 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
     """Returns the launch configuration of a Triton split-K matmul before a LayerNorm, which adds up the partial sums.
 
     `splits` is 1 if split-K does not pay: in float32, with more than 256 rows, with a depth below 512, or if the tiles
-    give work to more than half of the SMs without it. At 512 rows the LayerNorm takes longer by as much as the matmul
-    gains. In float8, the same number of bytes is twice as deep.
+    give work to more than half of the SMs without it. With more than 128 rows of float8, a depth below 1,536 is not
+    split, and tiles may give work to all SMs. At 512 rows the LayerNorm takes longer by as much as the matmul gains.
     """
     # H200, bf16, 128x768x768 with the LayerNorm: 4.8 us (XLA 6.2), 2026-11-24
     # H200, float8, 128x3072x768 with the LayerNorm: 7.0 us (one program for each tile 12.0), 2026-11-28
@@ -273,8 +273,10 @@ def dense_split_candidates(rows: int, itemsize: int, **_: Any) -> Iterable[Split
     block_m, deep = max(16, min(64, next_power_of_2(rows))), 256 // itemsize
     blocks = [(64, deep, 4, 3), (64, deep, 4, 4), (64, deep // 2, 4, 5), (32, deep, 4, 5), (128, deep // 2, 4, 4),
               (32, deep, 4, 4)]  # fmt: skip
-    if block_m == 16:
+    if block_m == 16 or itemsize == 1:
         blocks.append((32, deep, 2, 4))
+    if itemsize == 1:
+        blocks.append((32, deep // 2, 4, 5))
     for block, splits in itertools.product(blocks, (1, 2, 3, 4, 6)):
         yield SplitConfig(block_m, *block, splits=splits)
 
@@ -394,14 +396,15 @@ def _in_rounds(
 
 
 def _in_one_round(rows: int, width: int, itemsize: int, programs: int) -> MosaicDenseConfig | None:
-    """Returns the tiles that give work to the most SMs, if no SM gets more than one tile. None if there are no such."""
+    """Returns the tiles that give work to the most SMs in one round, or None if all tiles need more rounds."""
     # H200, bf16, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 by turns 11.8), 2026-11-24
     # H200, float8, 1024x3072x768: 7.7 us in blocks of 64x128 by turns (128x64 blocks that are shared 8.3), 2026-11-28
     # See docs/performance-notes.md, "Tiles of the Mosaic GPU dense kernel".
     small = [(64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
              (64, 192, 4, "m")]  # fmt: skip
-    if itemsize == 1:
-        small = [(m, n, 6 if n > 64 else 8, split) for m, n, _, split in sorted(small, key=lambda tile: tile[3] == "m")]
+    if itemsize == 1:  # Of tiles that give work to equally many SMs, the first are taken: here tiles by turns.
+        small = [(64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 6, "none"), (64, 64, 8, "m"), (64, 128, 6, "m"),
+                 (64, 192, 6, "m")]  # fmt: skip
     found, most = None, 0
     for m, n, k, split in small:
         candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
@@ -428,8 +431,10 @@ def _gated(rows: int, width: int, programs: int) -> MosaicDenseConfig:
 def float8_implementation(rows: int, depth: int, width: int) -> str:
     """Returns the fastest implementation of a dense layer of float8 on Hopper, "mosaic_gpu" or "triton"."""
     # H200, 512x768x2304: 5.3 us with Mosaic GPU (Triton 9.1), 2026-11-28
-    # Calls of BERT-base in FP8 with 512 tokens, queued: 359 us, of which the GPU works 346 us.
-    return "triton" if is_short(rows, depth, width, itemsize=4) else "mosaic_gpu"
+    # H200, BERT-base in FP8, 8x64, calls queued: 426 us, of which the GPU works 349 us (bf16 449, 433), 2026-11-28
+    # Numbers of rows that are not a multiple of 8 need copies, as in 16 bits.
+    pays = rows > 256 and rows % 8 == 0 and min(depth, width) >= 768
+    return "triton" if is_short(rows, depth, width, 2) and not pays else "mosaic_gpu"
 
 
 def float8_matmul_adds_residual(rows: int, depth: int, width: int) -> bool:
@@ -450,7 +455,7 @@ def float8_dense_mosaic(
     # See docs/performance-notes.md, "FP8: tiles and encoders".
     programs, pieces = device.multiprocessors, _float8_pieces(result_itemsize)
     if one_round := _in_one_round(rows, width, 1, programs):
-        # H200, 512x768x3072 with GELU: 5.7 us in tiles of 64x192 by turns (128x128 6.1, Triton 9.6), 2026-11-28
+        # H200, 512x768x3072 with GELU: 5.8 us in tiles of 64x192 by turns (128x128 6.2, Triton 9.8), 2026-11-28
         default = one_round
     elif activation is None and depth >= 2048:  # The epilogue is a small part, and larger blocks read less.
         pairs = [MosaicDenseConfig(64, n, tile_k_of(1), 6, "m", programs=programs) for n in (256, 192)]
@@ -472,9 +477,10 @@ def float8_dense_mosaic_candidates(
     rows: int, result_itemsize: int, device: Device, **_: Any
 ) -> Iterable[MosaicDenseConfig]:
     """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer of float8."""
-    tiles = [(128, 192, "none"), (128, 128, "none"), (64, 192, "none"), (64, 256, "m"), (64, 192, "m"), (64, 128, "m")]
-    for m, n, split in tiles:
-        config = MosaicDenseConfig(m, n, tile_k_of(1), 6, split, programs=device.multiprocessors)
+    tiles = [(128, 192, 6, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 256, 6, "m"), (64, 192, 6, "m"),
+             (64, 128, 6, "m"), (64, 128, 6, "none"), (64, 64, 8, "none"), (64, 64, 8, "m")]  # fmt: skip
+    for m, n, k, split in tiles:
+        config = MosaicDenseConfig(m, n, tile_k_of(1), k, split, programs=device.multiprocessors)
         yield with_room(config, 1, _float8_pieces(result_itemsize), device)
 
 
