@@ -934,6 +934,16 @@ def test_jaxft_is_a_peer(tmp_path, monkeypatch):
         assert all(us > 0 for line in found["lines"] for us in line["us"])
 
 
+def test_batches_of_few_tokens_have_no_sustained_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "MODELS", {"tiny": shapes.Model(1, 128, 2, 256)})
+    monkeypatch.setattr(shapes, "FP8_FEW", [shapes.Encoder("tiny", 1, 16)])
+    monkeypatch.setattr(shapes, "FP8_ENCODER", [shapes.Encoder("tiny", 2, 16)])
+    bench_fp8.main(["--only", "tiny", "--seconds", "0.1", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*.csv")
+    found = {(row["shape"], row["metric"]) for row in timing.read_rows(path)}
+    assert ("1x16", "queued_us") in found and {shape for shape, metric in found if metric == "sustained_us"} == {"2x16"}
+
+
 # --- Modern encoders -----------------------------------------------------------------------------------------------
 
 

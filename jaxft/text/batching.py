@@ -286,7 +286,7 @@ def _pinned(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """
     # H200, one query, MiniLM, call and wait for the result: 0.41 ms (`_copied` 0.55), 2026-11-28
     # See docs/performance-notes.md, "The host's time for a query".
-    if isinstance(x, jax.Array) and _platform(x) == "gpu" and len(x.devices()) == 1:
+    if isinstance(x, jax.Array) and _platform(x) == "gpu" and len(dispatch.homes([x])) == 1:
         return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
     return _copied(x)
 
