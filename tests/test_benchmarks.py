@@ -934,6 +934,7 @@ def test_jaxft_is_a_peer(tmp_path, monkeypatch):
         assert all(us > 0 for line in found["lines"] for us in line["us"])
 
 
+@pytest.mark.slow
 def test_batches_of_few_tokens_have_no_sustained_time(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "MODELS", {"tiny": shapes.Model(1, 128, 2, 256)})
     monkeypatch.setattr(shapes, "FP8_FEW", [shapes.Encoder("tiny", 1, 16)])
