@@ -408,6 +408,21 @@ def test_vmap_over_explicit_axes_runs_kernels(name):
     assert traced.out_info.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.kernel])
+def test_arrays_made_before_a_mesh_have_the_same_plan(name):
+    """In the context of a mesh with Explicit axes, an activation or a new axis would add the mesh to their types."""
+    arrays = {n: jnp.asarray(x) for n, x in CALLS[name].arrays().items()}
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+
+    def plans():
+        call = functools.partial(CALLS[name].function, **arrays, implementation="triton")
+        return [record.plan for record in jaxft.explain(call)]
+
+    alone = plans()
+    with jax.set_mesh(mesh):
+        assert plans() == alone
+
+
 # `bundle` takes a tree of arrays, and its call concatenates them outside of the op.
 @pytest.mark.parametrize(
     "name", ["layer_norm", "dense", *slow(*sorted(CALLS.keys() - {"layer_norm", "dense", "bundle"}))]

@@ -281,7 +281,7 @@ def _attend(op, inputs, options, implementation, batched):
     options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual, float8_scale,
                        inputs.query.shape[-1])  # fmt: skip
     if not batched:
-        inputs = Inputs(*jax.tree.map(lambda x: x[None], inputs[:3]), *inputs[3:])
+        inputs = Inputs(*jax.tree.map(lambda x: x.reshape(1, *x.shape), inputs[:3]), *inputs[3:])
     inputs = _check_masks(op, inputs, options, batched)
     inputs = inputs._replace(relative_bias=_check_table(op, inputs.relative_bias, inputs.query.shape[-2]))
     if options.dropout_rate == 0.0:

@@ -268,9 +268,7 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
 
     def by_parts(over, x, kernel, residual, bias, gamma, beta, rng):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
-        options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
-        out = reference.bias_residual_layer_norm(y, bias, residual, gamma, beta, dropout_rng=rng, **options)
-        return out if plan.return_sum else (out,)
+        return _normalized(plan, y, bias, residual, gamma, beta, rng)
 
     run = plain
     if plan.forward.backend != "xla":
@@ -283,6 +281,12 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
         )  # fmt: skip
         run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
     return run(x, kernel, residual, bias, gamma, beta, rng)
+
+
+def _normalized(plan, y, bias, residual, gamma, beta, rng):
+    options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
+    out = reference.bias_residual_layer_norm(y, bias, residual, gamma, beta, dropout_rng=rng, **options)
+    return out if plan.return_sum else (out,)
 
 
 def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng, kernel_scale=None):
@@ -308,11 +312,7 @@ def _split_float8_jit(x, kernel, residual, bias, gamma, beta, rng, kernel_scale,
 
     def by_parts(over, x, kernel, residual, bias, gamma, beta, rng, kernel_scale):
         y = reference.float8_dense(x, kernel, kernel_scale, x_scale=plan.x_scale, dtype=jnp.float32, over=over)
-        wide: Any = reference.bias_residual_layer_norm(
-            y, bias, residual, gamma, beta, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate, dropout_rng=rng,
-            return_sum=plan.return_sum,
-        )  # fmt: skip
-        wide = wide if plan.return_sum else (wide,)
+        wide = _normalized(plan, y, bias, residual, gamma, beta, rng)
         found = tuple(part.astype(residual.dtype) for part in wide)
         return found if plan.float8_scale is None else (*found, reference.to_float8(wide[0], plan.float8_scale))
 

@@ -184,8 +184,13 @@ def plan_of(
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
     first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation, gate=gate)
-    # With the sharding that the array between the layers has.
-    h: Any = jax.eval_shape(functools.partial(reference.dense, activation=activation, gate=gate), x, in_kernel)
+
+    def between(x, kernel):
+        y = jnp.matmul(x, kernel)
+        return y if gate is None else y[:, : inner // 2]
+
+    # With the sharding that the array between the layers has. An activation would add the mesh of the context.
+    h: Any = jax.eval_shape(between, x, in_kernel)
     residual = x if residual is None else residual
     norm: dict[str, Any] = {
         "epsilon": epsilon, "dropout_rate": dropout_rate, "return_sum": return_sum, "implementation": others

@@ -250,16 +250,16 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
     # H200, bf16, 128x768x768 with the LayerNorm: 4.8 us (XLA 6.2), 2026-11-24
     # H200, float8, 128x3072x768 with the LayerNorm: 7.0 us (one program for each tile 12.0), 2026-11-28
     # See docs/performance-notes.md, "Split-K by Triton before a LayerNorm".
-    tiles, few = max(1, _tiles(rows, width)), rows <= 64
+    tiles, few, many_of_float8 = max(1, _tiles(rows, width)), rows <= 64, itemsize == 1 and rows > 128
     if itemsize > 2 or rows > 256:
         splits = 1
-    elif itemsize == 1 and rows > 128:
+    elif many_of_float8:
         splits = min(4, 2 * device.multiprocessors // tiles, depth // 768)
     else:
         splits = min(4, device.multiprocessors // tiles, depth // 256)
     default = SplitConfig(
         block_m=max(16, min(64, next_power_of_2(rows))),
-        block_n=max(16, min(32 if few or itemsize == 1 and rows > 128 else 64, next_power_of_2(width))),
+        block_n=max(16, min(32 if few or many_of_float8 else 64, next_power_of_2(width))),
         block_k=(256 if few else 128) // itemsize,
         num_warps=2 if rows <= 16 and itemsize > 1 else 4,
         num_stages=4 if few else 5,
