@@ -178,6 +178,15 @@ def to_device(value: np.ndarray) -> jax.Array:
     return jax.device_put(value) if jax.sharding.get_abstract_mesh().empty else jnp.asarray(value)
 
 
+def on_host(results: Any) -> Any:
+    """Puts results of a traced function into the host's memory, if it is traced for an NVIDIA GPU.
+
+    The program then writes them there itself. A copy after the program takes the host 0.1 to 0.2 ms.
+    """
+    # H200, one query, MiniLM, from the text to the NumPy array: 0.82 ms (1.20 with a copy), 2026-11-28
+    return jax.device_put(results, jax.memory.Space.Host) if platform() == "cuda" else results
+
+
 @contextlib.contextmanager
 def traced_for(device: jax.Device | None) -> Iterator[None]:
     """Context in which ops are traced for a device. It changes nothing if they are traced for such a device anyway."""

@@ -355,32 +355,29 @@ def test_results_of_a_cpu_are_awaited_and_not_copied(monkeypatch, on_cpu, kind, 
     assert len(ready) >= batches and (all(ready) or not on_cpu)
 
 
-@pytest.mark.parametrize("kind", ["array", "features"])
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_results_of_one_text_are_copied_to_pinned_memory(monkeypatch, on_cpu, kind):
-    """They stay where they are on a CPU."""
-    (cpu, *_), put, device_put = jax.devices("cpu"), [], jax.device_put
+def test_results_in_the_hosts_memory_are_not_copied(monkeypatch):
+    copied, places = [], (jax.memory.Space.Host, jax.memory.Space.Device)
+    monkeypatch.setattr(type(jnp.zeros(1)), "copy_to_host_async", lambda x: copied.append(x.sharding.memory_kind))
+    monkeypatch.setattr(batching, "_platform", lambda _: "gpu")
+    for place in places:
+        [*make(False).run(chunked(texts_of([5]), 1), 4, lambda batch: jax.device_put(batch.lengths, place))]  # noqa: B023
+    assert copied == [jax.devices()[0].default_memory().kind]
 
-    def compute(batch):
-        tokens = device_put(np.arange(batch.input_ids.size * 3, dtype=np.float32), cpu)
-        return (tokens.reshape(*batch.input_ids.shape, 3),) if kind == "features" else tokens[:2].reshape(1, 2)
 
-    def watched(x, where):
-        put.append(where.memory_kind)
-        return device_put(x, where)
-
-    if not on_cpu:
-        monkeypatch.setattr(batching, "_platform", lambda _: "gpu")
-    monkeypatch.setattr(jax, "device_put", watched)
-    ((result,),) = make(False).compute_parts(
-        [texts_of([5])], lambda texts, _: texts, 4, [Lane(compute)], model=None, width=2 if kind == "array" else None,
-        unit="text", show_progress_bar=False,
-    )  # fmt: skip
-    assert put == ([] if on_cpu else ["pinned_host"])
-    if kind == "array":
-        assert result.tolist() == [0.0, 1.0]
-    else:
-        np.testing.assert_array_equal(result.tokens[:5], np.arange(15.0).reshape(5, 3))
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_text_is_batched_as_the_last_of_many(packed):
+    batcher, seen, expected = make(packed), [], []
+    lane = Lane(lambda batch: seen.append(batch) or np.zeros((len(batch.lengths), 2), np.float32))
+    for length, size in itertools.product((0, 1, 31, 32, 33, 64), (1, 2, 32)):
+        tokens = Tokens.of(texts_of([length]), with_types=False)
+        [_] = batcher.compute_parts(
+            [tokens], lambda texts, _: texts, size, [lane], model=None, width=2, unit="text", show_progress_bar=False
+        )  # fmt: skip
+        expected += [cut.batch for cut in batcher._cut(np.zeros(1, np.int64), tokens, size, lane, set(), last=True)]
+    assert len(seen) == len(expected)
+    for batch, other in zip(seen, expected, strict=True):
+        for a, b in zip(batch, other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("settings", [lambda: 0, threading.get_ident])

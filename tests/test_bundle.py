@@ -381,6 +381,59 @@ def test_encoding_during_training_drops_nothing(tmp_path):
     np.testing.assert_array_equal(encoder.encode("rain"), before)
 
 
+def scale(model, factor):
+    nnx.update(model, jax.tree.map(lambda x: x * factor, nnx.state(model, nnx.Param)))
+
+
+def scale_and_delete(model, factor):
+    """As a training step that donates the parameters."""
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    scale(model, factor)
+    for x in before:
+        x.delete()
+
+
+def replace_layer(model, factor):
+    model.layers[0] = nnx.clone(model.layers[0])
+    scale(model.layers[0], factor)
+
+
+@pytest.mark.parametrize("change", [scale, scale_and_delete, replace_layer])
+def test_one_text_gets_the_models_present_arrays(change, tmp_path):
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    before = encoder.encode("rain")
+    for factor in (1.5, 0.5):
+        change(encoder.model, factor)
+        found = encoder.encode("rain")
+        assert np.abs(found - before).max() > 1e-3
+        np.testing.assert_array_equal(found, encoder.encode("rain"))
+        ids = jnp.array(encoder.tokenize("rain"))
+        np.testing.assert_allclose(found, encoder.model(ids).last_hidden_state[0].mean(0), atol=1e-5)
+        before = found
+
+
+def test_arrays_that_are_deleted_are_an_error(tmp_path):
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    encoder.encode("rain")
+    jax.tree.leaves(encoder.model.layers[0])[0].delete()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="deleted"):
+            encoder.encode("rain")
+
+
+def test_the_model_is_compared_while_the_device_computes(tmp_path, monkeypatch):
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    encoder.encode("rain")
+    order, embed, is_current = [], encoder._embed, bundled._Last.is_current
+    monkeypatch.setattr(encoder, "_embed", lambda *call: order.append("launched") or embed(*call))
+    monkeypatch.setattr(bundled._Last, "is_current", lambda last: order.append("compared") or is_current(last))
+    encoder.encode("rain")
+    assert order == ["launched", "compared"]
+    order.clear()
+    encoder.encode(["rain", "snow"])
+    assert order == ["compared", "launched"]
+
+
 @pytest.mark.usefixtures("forced")
 def test_sentence_encoder_passes_few_arrays(tmp_path):
     encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))

@@ -16,7 +16,7 @@ import jaxft
 import tiny
 from cases import slow_cases
 from jaxft import compilation_cache, dispatch
-from jaxft.text import devices, programs
+from jaxft.text import batching, devices, programs
 from jaxft.text.sentence_encoder import SentenceEncoder
 from test_compilation_cache import as_before  # noqa: F401  (a fixture for each test)
 from test_warmup import load
@@ -63,6 +63,21 @@ def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, low
     assert len(lowered) == before
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))  # SciPy's sparse arrays
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["sentence", "multi-vector", "cross", "sparse"])
+def test_programs_write_their_results_to_the_hosts_memory(kind, model, tmp_path, monkeypatch):
+    _, compute, options = load(kind, model, tmp_path, packed=False)
+    expected, places, start = compute(TEXTS, **options), [], batching._start_copy
+    if dispatch.platform() == "cpu":
+        monkeypatch.setattr(dispatch, "on_host", lambda x: jax.device_put(x, jax.memory.Space.Host))
+    monkeypatch.setattr(batching, "_start_copy", lambda x: places.append(x.sharding.memory_kind) or start(x))
+    _, compute, options = load(kind, model, tmp_path, packed=False)
+    found = compute(TEXTS, **options)
+    assert {*places} == {"pinned_host"}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))
         np.testing.assert_array_equal(a, b)
 
 
@@ -299,7 +314,6 @@ def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
     """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
     function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
     programs.compile(function.lower(x), "jaxft-5")
-    jax.clear_caches()
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     programs.compile(function.lower(x), "jaxft-6")
     assert (compilation_cache.read("jaxft-6") is not None) == (platform != "cpu")

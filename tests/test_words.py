@@ -3,10 +3,14 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+import jaxft
+import tiny
 from jaxft.text import long_texts, words
+from jaxft.text.batching import Tokens
 from jaxft.text.long_texts import LongTexts
 from jaxft.text.words import Words
 
@@ -85,3 +89,22 @@ def test_texts_of_a_chunk_keep_their_order(prompt):
     expected = [tokenizer().encode(prompt + text).ids for text in mixed]
     assert [ids[i:j].tolist() for i, j in itertools.pairwise(begins)] == expected
     assert (len(of_texts.words) > 0) == (prompt != "é ")
+
+
+@pytest.mark.parametrize("text", [
+    "a bird sings", "", "caf\u00e9 \U0001f600 rain", "a [MASK] sings", "rain " * 100, "r" * 300, "rain " * 2000,
+])  # fmt: skip
+@pytest.mark.parametrize("prompt", ["", "query: "])
+def test_one_text_is_tokenised_by_the_table(text, prompt, encoder):
+    of_texts = encoder._texts(None)
+    expected = Tokens.of(of_texts.encodings(prompt, [text]), with_types=False)
+    found = of_texts.tokens(prompt, [text], True)
+    assert isinstance(found, Tokens) == (len(text) <= 8192)
+    found = found if isinstance(found, Tokens) else Tokens.of(found, with_types=False)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.begins, expected.begins)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))

@@ -271,24 +271,10 @@ def _to_numpy(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(jax.block_until_ready(x) if _platform(x) == "cpu" else x)
 
 
-def _copied(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Starts the copy of an array to the host."""
-    if isinstance(x, jax.Array) and _platform(x) != "cpu":
+def _start_copy(x: jax.Array | np.ndarray) -> None:
+    """Starts the copy of an array to the host, unless `dispatch.on_host` has put it there."""
+    if isinstance(x, jax.Array) and x.sharding.memory_kind != "pinned_host" and _platform(x) != "cpu":
         x.copy_to_host_async()
-    return x
-
-
-def _pinned(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Starts the copy of an array from a GPU to pinned memory of the host. Returns the array there.
-
-    If nothing else is queued on the GPU, this is faster than `_copied`: the GPU writes to the memory that NumPy reads.
-    With many batches it is slower.
-    """
-    # H200, one query, MiniLM, call and wait for the result: 0.41 ms (`_copied` 0.55), 2026-11-28
-    # See docs/performance-notes.md, "The host's time for a query".
-    if isinstance(x, jax.Array) and _platform(x) == "gpu" and len(dispatch.homes([x])) == 1:
-        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    return _copied(x)
 
 
 def _finished(result: Any) -> Future[Any]:
@@ -500,9 +486,15 @@ class Batcher:
         On the host, `run_on` takes 1.4 times as long.
         """
         tokens = self._tokens(0, text, tokenise, True)
-        (cut,) = self._cut(np.zeros(1, np.int64), tokens, batch_size, lane, set(), last=True)
-        lane.wait(cut.batch)
-        work = _Work(cut, _finished(self._start(cut, lane, _pinned)))
+        size = min(batch_size, self._largest.get(lane.device, batch_size))
+        # As `_cut` does, which takes 5 times as long.
+        if self.packed:
+            batch = self._packed(tokens, _bucket_of_one(size, self.limit, int(tokens.begins[1])))
+        else:
+            batch = self._padded(tokens, size)
+        cut = _Cut(np.zeros(1, np.int64), tokens, size, batch)
+        lane.wait(batch)
+        work = _Work(cut, _finished(self._start(cut, lane)))
         for _ in self._finish(work, lane, lane, functools.partial(self._read, receive)):
             pass
 
@@ -625,8 +617,8 @@ class Batcher:
             return [cut]
         return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, set(), last=True)]
 
-    def _start(self, cut: _Cut, lane: Lane, copy: Callable[[Any], Any] = _copied) -> Any:
-        """Starts the computation of a batch on a lane, and the copy of its results to the host by `copy`.
+    def _start(self, cut: _Cut, lane: Lane) -> Any:
+        """Starts the computation of a batch on a lane, and the copy of its results to the host.
 
         Returns the result, or the error. Once memory has run out, queued batches of that size are not tried.
         """
@@ -634,7 +626,10 @@ class Batcher:
             if cut.batch_size > self._largest.get(lane.device, cut.batch_size):
                 return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a batch of this size did not fit before")
             try:
-                return jax.tree.map(copy, lane.compute(cut.batch))
+                result = lane.compute(cut.batch)
+                for x in result if isinstance(result, tuple) else (result,):
+                    _start_copy(x)
+                return result
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" in str(error):
                     self._halve(cut.batch_size, lane)
@@ -772,6 +767,12 @@ def _bucket(
         return (shape[0].capacity + _OVERHEAD) / (ends[shape[1]] - ends[first]) + further
 
     return min(zip(shapes, stops, strict=True), key=cost)
+
+
+@functools.lru_cache
+def _bucket_of_one(batch_size: int, limit: int, length: int) -> Bucket:
+    """Returns the shape of a batch of one text with `length` tokens."""
+    return _bucket(_buckets(batch_size, limit), length, np.array([0, max(length, 1)]), 0, ())[0]
 
 
 def packs(implementation: str | None) -> bool:

@@ -110,7 +110,8 @@ class CrossEncoder:
             # The barrier keeps the logits the same to the bit for all activations.
             logits = jax.lax.optimization_barrier(logits)
             name, softmax = last_steps
-            return jnp.concatenate([logits, _activated(logits, ACTIVATIONS[name], softmax=softmax)], axis=-1)
+            scores = _activated(logits, ACTIVATIONS[name], softmax=softmax)
+            return dispatch.on_host(jnp.concatenate([logits, scores], axis=-1))
 
         self._score: Any = jax.jit(score, static_argnums=(4, 6, 7))
         self._exported_steps: LastSteps | None = None  # the only steps of the programs of `from_exported`

@@ -112,7 +112,7 @@ class MultiVectorEncoder(TextEncoder):
             call = batching.sequences(input_ids, lengths, longest)
             if types is not None:
                 call["attention_mask"] = call["attention_mask"] & (types != _EXPANSION)
-            return (rebuild(arrays)(input_ids, **call, deterministic=True),)
+            return (dispatch.on_host(rebuild(arrays)(input_ids, **call, deterministic=True)),)
 
         self._embed = jax.jit(embed, static_argnums=(4, 5))
 

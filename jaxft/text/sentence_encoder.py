@@ -126,8 +126,8 @@ class SentenceEncoder(TextEncoder):
             pooled = pooled[:, :width]
             pooled = l2_normalize(pooled) if normalizes else pooled
             if precision != "float32":
-                return flagged_codes(pooled, precision, starts_steps)
-            return (tokens, pooled) if with_tokens else pooled
+                return dispatch.on_host(flagged_codes(pooled, precision, starts_steps))
+            return dispatch.on_host((tokens, pooled) if with_tokens else pooled)
 
         self._embed = jax.jit(embed, static_argnums=(3, 4, 5))
 

@@ -88,7 +88,8 @@ class SparseEncoder(TextEncoder):
         def embed(
             arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, rebuild: Rebuild
         ) -> jax.Array:
-            return rebuild(arrays)(input_ids, **batching.sequences(input_ids, lengths, longest), deterministic=True)
+            call = batching.sequences(input_ids, lengths, longest)
+            return dispatch.on_host(rebuild(arrays)(input_ids, **call, deterministic=True))
 
         self._embed = jax.jit(embed, static_argnums=(3, 4))
 
