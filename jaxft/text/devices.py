@@ -60,8 +60,8 @@ class Dealer:
           function: a jitted function of the model's arrays, a batch and static arguments.
           arguments: makes the arguments of `function` from the arrays, a `Rebuild` and a batch.
           one: whether the call has a single text.
-          assumes: whether a single text is computed with the arrays that the model had at the last call, until a look
-            at the model, while the device computes, finds others.
+          assumes: whether a single text, if no device is chosen for it, is computed with the arrays that the model had
+            at the last call, until a look at the model, while the device computes, finds others.
 
         Raises:
           RuntimeError: the process was forked after the encoder was made.
@@ -76,12 +76,11 @@ class Dealer:
                 for key in self._without_memory:
                     self._programs.pop(key, None)
                 self._without_memory.clear()
+        chosen = dispatch.work_devices(many=not one) if devices is None else dispatch.named_devices(where, devices)
         # Comparing a model with its last arrays takes about 0.2 ms.
-        assumed = self._bundled.assumed(model) if one and assumes else None
+        assumed = self._bundled.assumed(model) if one and assumes and not chosen else None
         arrays, rebuild, is_current = assumed or (*self._bundled(model), lambda: True)
-        if devices is not None:
-            chosen = dispatch.named_devices(where, devices)
-        elif (chosen := dispatch.work_devices(many=not one)) and any(getattr(x, "committed", False) for x in arrays):
+        if devices is None and chosen and any(getattr(x, "committed", False) for x in arrays):
             chosen = []
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
@@ -182,7 +181,7 @@ class Dealer:
                 else:
                     if is_current():
                         return result
-                again = self.lanes(where, devices and chosen, model, function, arguments, one=True, assumes=False)[0]
+                again = self.lanes(where, None, model, function, arguments, one=True, assumes=False)[0]
                 again.wait(batch)
                 return again.compute(batch)
 
