@@ -183,7 +183,8 @@ def on_host(results: Any) -> Any:
 
     The program then writes them there itself. A copy after the program takes the host 0.1 to 0.2 ms.
     """
-    # H200, one query, MiniLM, from the text to the NumPy array: 0.82 ms (1.20 with a copy), 2026-11-28
+    # H200, one query, MiniLM, from the text to the NumPy array: 0.77 ms (1.22 with a copy), 2026-11-28
+    # See docs/performance-notes.md, "The host's time for a query".
     return jax.device_put(results, jax.memory.Space.Host) if platform() == "cuda" else results
 
 
