@@ -409,7 +409,7 @@ def _goal(goal: Goal) -> str:
 
 
 def _duration(us: float) -> str:
-    return f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.3g} ms" if us < 1e5 else f"{us / 1e6:.2f} s"
+    return f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.2f} ms" if us < 2e4 else f"{us / 1e6:.2f} s"
 
 
 # --- Files ---------------------------------------------------------------------------------------------------------

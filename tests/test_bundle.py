@@ -309,6 +309,24 @@ def test_a_change_in_another_thread_is_noticed(when, monkeypatch):
 
 
 @pytest.mark.usefixtures("forced")
+def test_a_change_that_another_thread_takes_back_is_noticed(monkeypatch):
+    model, of_model, flatten = Shelves(), bundled.Bundled(None), jax.tree.flatten
+    average, trained = jnp.full(3, 7.0), model.own.get_raw_value()
+
+    def changed_before(tree):
+        model.own.set_value(trained)
+        monkeypatch.setattr(bundled.jax.tree, "flatten", flatten)
+        return flatten(tree)
+
+    model.own.set_value(average)
+    monkeypatch.setattr(bundled.jax.tree, "flatten", changed_before)
+    of_model(model)
+    model.own.set_value(average)
+    arrays, rebuild = of_model(model)
+    np.testing.assert_array_equal(rebuild(arrays).own[...], 7.0)
+
+
+@pytest.mark.usefixtures("forced")
 def test_other_models_are_noticed():
     of_model, models = bundled.Bundled(None), []
     for seed in range(3):
@@ -386,7 +404,7 @@ def scale(model, factor):
 
 
 def scale_and_delete(model, factor):
-    """As a training step that donates the parameters."""
+    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
     before = jax.tree.leaves(nnx.state(model, nnx.Param))
     scale(model, factor)
     for x in before:
@@ -398,41 +416,96 @@ def replace_layer(model, factor):
     scale(model.layers[0], factor)
 
 
+@pytest.fixture
+def assumed(tmp_path):
+    """Returns an encoder that computes the next text with the arrays of the last call."""
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    for _ in range(2):
+        encoder.encode("rain")
+    assert encoder._bundled.assumed(encoder.embedder) is not None
+    return encoder
+
+
+def expected(encoder, text):
+    ids = jnp.array(encoder.tokenize(text))
+    return encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)
+
+
 @pytest.mark.parametrize("change", [scale, scale_and_delete, replace_layer])
-@pytest.mark.parametrize("names_device", [False, True])
-def test_one_text_gets_the_models_present_arrays(change, names_device, tmp_path):
-    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
-    before = encoder.encode("rain")
-    for factor in (1.5, 0.5):
-        change(encoder.model, factor)
-        found = encoder.encode("rain", devices=iter(jax.devices()[:1]) if names_device else None)
-        assert np.abs(found - before).max() > 1e-3
-        np.testing.assert_array_equal(found, encoder.encode("rain"))
-        ids = jnp.array(encoder.tokenize("rain"))
-        np.testing.assert_allclose(found, encoder.model(ids).last_hidden_state[0].mean(0), atol=1e-5)
-        before = found
+@pytest.mark.parametrize("options", [{}, {"show_progress_bar": True}, {"devices": [0]}])
+def test_one_text_gets_the_models_present_arrays(change, options, assumed):
+    for text, factor in (("rain", 1.5), ("rain", 0.5), ("a bird sings in the old tree " * 5, 0.5)):
+        change(assumed.model, factor)
+        for _ in range(3):
+            found = assumed.encode(text, **options)
+            np.testing.assert_allclose(found, expected(assumed, text), rtol=0, atol=1e-5)
 
 
-def test_arrays_that_are_deleted_are_an_error(tmp_path):
-    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
-    encoder.encode("rain")
-    next(x for x in jax.tree.leaves(encoder.model) if x.ndim == 2).delete()  # a GPU's programs get copies of vectors
+def test_text_after_the_repair_of_a_model_is_computed(assumed):
+    layer = assumed.model.layers[0]
+    right = layer.out_bias.get_raw_value()
+    layer.out_bias.set_value(right[:3])
+    with pytest.raises(ValueError):
+        assumed.encode("a bird sings in the old tree " * 5)
+    layer.out_bias.set_value(right)
+    for options in ({}, {"show_progress_bar": True}):
+        found = assumed.encode("a bird sings in the old tree " * 5, **options)
+        np.testing.assert_allclose(found, expected(assumed, "a bird sings in the old tree " * 5), rtol=0, atol=1e-5)
+
+
+def test_arrays_that_are_deleted_are_an_error(assumed):
+    # A GPU's programs get copies of vectors.
+    next(x for x in jax.tree.leaves(assumed.model) if x.ndim == 2).delete()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="deleted"):
-            encoder.encode("rain")
+            assumed.encode("rain")
 
 
-def test_the_model_is_compared_while_the_device_computes(tmp_path, monkeypatch):
-    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
-    encoder.encode("rain")
-    order, embed, is_current = [], encoder._embed, bundled._Last.is_current
-    monkeypatch.setattr(encoder, "_embed", lambda *call: order.append("launched") or embed(*call))
+def test_the_model_is_compared_while_the_device_computes(assumed, monkeypatch):
+    order, embed, is_current = [], assumed._embed, bundled._Last.is_current
+
+    class Embed:
+        def __call__(self, *call):
+            order.append("launched")
+            return embed(*call)
+
+        def __getattr__(self, name):
+            return getattr(embed, name)
+
+    monkeypatch.setattr(assumed, "_embed", Embed())
     monkeypatch.setattr(bundled._Last, "is_current", lambda last: order.append("compared") or is_current(last))
-    encoder.encode("rain")
-    assert order == ["launched", "compared"]
-    order.clear()
-    encoder.encode(["rain", "snow"])
-    assert order == ["compared", "launched"]
+
+    def steps(text):
+        order.clear()
+        assumed.encode(text)
+        return order
+
+    assert steps("rain")[0] == "compared"  # a program is compiled for present arrays
+    assert steps("rain") == ["launched", "compared"]
+    assert steps(["rain", "snow"]) == ["compared", "launched"]
+
+
+def test_a_model_in_training_is_compared_first(assumed, monkeypatch):
+    calls, embed = [], assumed._embed
+    monkeypatch.setattr(assumed, "_embed", lambda *call: calls.append(0) or embed(*call))
+    assumed.encode("rain")
+    calls.clear()
+    for _ in range(5):
+        scale(assumed.model, 0.9)
+        assumed.encode("rain")
+    assert len(calls) <= 6  # the first text may be computed again
+
+
+def test_arrays_are_freed_without_the_garbage_collector(assumed):
+    gc.collect()
+    gc.disable()
+    try:
+        before = [weakref.ref(x) for x in jax.tree.leaves(assumed.model)]
+        scale(assumed.model, 0.9)
+        assumed.encode("rain")
+        assert not any(ref() is not None for ref in before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("forced")

@@ -66,19 +66,44 @@ def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, low
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["sentence", "multi-vector", "cross", "sparse"])
-def test_programs_write_their_results_to_the_hosts_memory(kind, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "more"), [
+    ("sentence", {}), ("sentence", {"precision": "ubinary"}), ("multi-vector", {}), ("cross", {}), ("sparse", {}),
+])  # fmt: skip
+def test_programs_write_their_results_to_the_hosts_memory(kind, more, model, tmp_path, monkeypatch):
     _, compute, options = load(kind, model, tmp_path, packed=False)
+    options = {**options, **more}
     expected, places, start = compute(TEXTS, **options), [], batching._start_copy
     if dispatch.platform() == "cpu":
         monkeypatch.setattr(dispatch, "on_host", lambda x: jax.device_put(x, jax.memory.Space.Host))
     monkeypatch.setattr(batching, "_start_copy", lambda x: places.append(x.sharding.memory_kind) or start(x))
-    _, compute, options = load(kind, model, tmp_path, packed=False)
+    _, compute, _ = load(kind, model, tmp_path, packed=False)
     found = compute(TEXTS, **options)
     assert {*places} == {"pinned_host"}
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))
         np.testing.assert_array_equal(a, b)
+
+
+def delete(model):
+    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    nnx.update(model, jax.tree.map(lambda x: x * 0.5, nnx.state(model, nnx.Param)))
+    for x in before:
+        x.delete()
+
+
+@pytest.mark.parametrize("change", [delete, lambda model: model.train()])
+def test_one_text_compiles_no_program_for_arrays_of_before(change, model, folder):
+    encoder = SentenceEncoder.from_pretrained(model)
+    for _ in range(3):
+        encoder.encode("rain")
+    change(encoder.model)
+    text = "a bird sings in the old tree " * 5
+    found, made = encoder.encode(text), encoder._dealer._programs
+    assert len(made) == 2 and None not in made.values()
+    ids = jnp.array(encoder.tokenize(text))
+    expected = encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def name_of(encoder, **options):
@@ -314,6 +339,7 @@ def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
     """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
     function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
     programs.compile(function.lower(x), "jaxft-5")
+    jax.clear_caches()
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     programs.compile(function.lower(x), "jaxft-6")
     assert (compilation_cache.read("jaxft-6") is not None) == (platform != "cpu")

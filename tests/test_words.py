@@ -105,6 +105,16 @@ def test_one_text_is_tokenised_by_the_table(text, prompt, encoder):
     np.testing.assert_array_equal(found.begins, expected.begins)
 
 
+def test_text_that_the_vocabulary_cannot_tokenise_is_named(tmp_path):
+    folder = tiny.write_sentence_model(tmp_path)
+    encoder = jaxft.SentenceEncoder.from_pretrained(folder)
+    of_texts = encoder._texts(None)
+    words_of = Words.of(of_texts.tokenizer)
+    assert words_of is not None
+    of_texts.tokenizer.model.unk_token = "[NONE]"
+    assert Words.of(of_texts.tokenizer) is None
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))

@@ -83,8 +83,12 @@ class _Last(NamedTuple):
     rebuild: Rebuild
     parts: list[_Part]
 
+    def is_of(self, model: nnx.Module) -> bool:
+        """Returns whether the arrays are of this model, if that can be told without flattening the model."""
+        return bool(self.parts) and self.parts[0].module() is model
+
     def is_current(self) -> bool:
-        """Returns whether the model still has these arrays, provided that none of them is freed."""
+        """Returns whether the model still has these arrays."""
         return all(map(_Part.is_unchanged, self.parts))
 
     def arrays(self) -> list[Any]:
@@ -98,19 +102,22 @@ class Bundled:
     def __init__(self, implementation: str | None) -> None:
         self.implementation = "xla" if implementation == "xla" else None
         self._last: _Last | None = None  # a single attribute, because several threads may compute embeddings
+        self._confirmed: _Last | None = None  # what a call found unchanged
         # By device: references to the arrays, and their copies there.
         self._copies: dict[jax.Device, tuple[list[weakref.ref[jax.Array]], list[jax.Array]]] = {}
 
     def __call__(self, model: nnx.Module) -> tuple[list[Any], Rebuild]:
         """Returns the arrays of `model` and the function that rebuilds the model from them, as `jaxft.bundle` does."""
-        if found := self.assumed(model):
-            arrays, rebuild, is_current = found
-            if is_current():
-                return arrays, rebuild
         last = self._last
-        # The parts come before the leaves: an array that another thread replaces in between is then noticed later.
+        if last and last.is_of(model):
+            arrays = last.arrays()  # before the comparison, so that none of them is freed after it
+            if last.is_current():
+                self._confirmed = last
+                return arrays, last.rebuild
         parts = _parts(model) if last is None or last.parts else []
         leaves, structure = jax.tree.flatten(model)
+        if not all(map(_Part.is_unchanged, parts)):  # another thread has replaced something
+            return self(model)
         refs = [weakref.ref(x) for x in leaves]
         if last and structure == last.structure and _are(leaves, last.leaves):
             self._last = last._replace(parts=parts)
@@ -122,14 +129,15 @@ class Bundled:
         return arrays, rebuild
 
     def assumed(self, model: nnx.Module) -> tuple[list[Any], Rebuild, Callable[[], bool]] | None:
-        """Returns what the last call returned if it was for this model, without a look at the model.
+        """Returns the arrays and the `Rebuild` of the last call without comparing the model, and a function.
 
-        The function in the result looks at it: it returns whether the model still has the same arrays. The result is
-        None if an array was freed, or if this cannot be told without flattening the model, which takes several times
-        as long.
+        The function compares the model. It returns whether the model still has these arrays.
+
+        Returns None if the last two calls were not for this model, or if the model changed between them. So a model in
+        training is compared first.
         """
         last = self._last
-        if last is None or not last.parts or last.parts[0].module() is not model:
+        if last is None or last is not self._confirmed or not last.is_of(model):
             return None
         arrays = last.arrays()
         return None if any(x is None for x in arrays) else (arrays, last.rebuild, last.is_current)

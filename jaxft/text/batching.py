@@ -487,7 +487,7 @@ class Batcher:
         """
         tokens = self._tokens(0, text, tokenise, True)
         size = min(batch_size, self._largest.get(lane.device, batch_size))
-        # As `_cut` does, which takes 5 times as long.
+        # The same batch as `_cut`'s, in a fifth of the time.
         if self.packed:
             batch = self._packed(tokens, _bucket_of_one(size, self.limit, int(tokens.begins[1])))
         else:

@@ -60,8 +60,8 @@ class Dealer:
           function: a jitted function of the model's arrays, a batch and static arguments.
           arguments: makes the arguments of `function` from the arrays, a `Rebuild` and a batch.
           one: whether the call has a single text.
-          assumes: whether a single text, if no device is chosen for it, is computed with the arrays that the model had
-            at the last call, until a look at the model, while the device computes, finds others.
+          assumes: whether a single text may be computed with the arrays of the last call. The model is compared while
+            the device computes. If it has changed, the text is computed again. It has no effect if a device is chosen.
 
         Raises:
           RuntimeError: the process was forked after the encoder was made.
@@ -85,14 +85,14 @@ class Dealer:
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
         first = chosen[0] if chosen else None
-        lanes: list[Lane] = []
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
 
         def shape_of(batch: Batch) -> tuple[Any, ...]:
             return batch.input_ids.shape, batch.lengths.shape, batch.longest
 
-        def lane(device: jax.Device | None) -> Lane:
-            is_first = device == first
+        def lane(device: jax.Device | None, leader: Lane | None) -> Lane:
+            """Returns the lane of a device. `leader`: the lane of the first device, for the other ones."""
+            is_first = leader is None
             there = None if is_first and is_home else device  # None: the arrays are already there
 
             # The keys are the shapes of batches, which are shorter than the keys of `self._programs`.
@@ -103,15 +103,18 @@ class Dealer:
             def given(batch: Batch) -> tuple[Any, ...]:
                 return arguments(copies(), rebuild, batch)
 
+            def key_of(batch: Batch) -> Any:
+                _, *others = arguments([], rebuild, batch)
+                return (function, there, *(getattr(x, "shape", x) for x in others))
+
             def program(batch: Batch) -> Future[Any] | None:
                 """Returns the program for the shape of a batch. The first call for a shape starts the compilation."""
                 shape = shape_of(batch)
                 with contextlib.suppress(KeyError):
                     return known[shape]
-                _, *others = arguments([], rebuild, batch)
-                key = (function, there, *(getattr(x, "shape", x) for x in others))
-                if not is_first:
-                    lanes[0].is_ready(batch)  # starts the compilation for the first device
+                key = key_of(batch)
+                if leader is not None:
+                    leader.is_ready(batch)  # starts the compilation for the first device
                 with self._guard:
                     if key not in self._programs:
                         self._programs[key] = start(key, batch)
@@ -119,8 +122,8 @@ class Dealer:
                 return known[shape]
 
             def run(work: Callable[[], Any], batch: Batch) -> Any:
-                if not is_first:
-                    lanes[0].wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
+                if leader is not None:
+                    leader.wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
                 return work()
 
             def start(key: Any, batch: Batch) -> Future[Any] | None:
@@ -171,30 +174,46 @@ class Dealer:
                         called[shape] = loaded if loaded and loaded.fits(call) else function
                     return called[shape](*call)
 
-            def compute_assumed(batch: Batch) -> Any:
-                """Computes a batch. If the model has other arrays by now, computes it again with these."""
-                try:
-                    result = compute(batch)
-                except Exception:  # for example because arrays were deleted
-                    if is_current():
-                        raise
-                else:
-                    if is_current():
-                        return result
-                again = self.lanes(where, None, model, function, arguments, one=True, assumes=False)[0]
-                again.wait(batch)
-                return again.compute(batch)
-
             def is_ready(batch: Batch) -> bool:
                 compiled = program(batch)
                 if compiled is None:
                     return is_first
                 return compiled.done() and (is_first or not (compiled.cancelled() or compiled.exception()))
 
-            return Lane(compute if assumed is None else compute_assumed, is_ready, wait, device, programs.settings)
+            plain = Lane(compute, is_ready, wait, device, programs.settings)
+            if assumed is None:
+                return plain
 
-        lanes += map(lane, chosen or [None])
-        return lanes
+            @functools.cache
+            def present() -> Lane:
+                """Returns a lane with the arrays that the model has now."""
+                return self.lanes(where, None, model, function, arguments, one=True, assumes=False)[0]
+
+            def fitting(batch: Batch) -> Lane:
+                """Returns the lane for a batch. Programs are compiled only for arrays that the model has."""
+                return plain if key_of(batch) in self._programs or is_current() else present()
+
+            def compute_assumed(batch: Batch) -> Any:
+                if (lane := fitting(batch)) is plain:
+                    try:
+                        result = plain.compute(batch)
+                    except Exception:  # for example because arrays were deleted
+                        if is_current():
+                            raise
+                    else:
+                        if is_current():
+                            return result
+                    lane = present()
+                return lane.compute(batch)
+
+            return Lane(
+                compute_assumed, lambda batch: fitting(batch).is_ready(batch), lambda batch: fitting(batch).wait(batch),
+                device, programs.settings,
+            )  # fmt: skip
+
+        # No closure refers to the list, so that replaced arrays are freed without Python's garbage collector.
+        leader = lane(first, None)
+        return [leader, *(lane(device, leader) for device in chosen[1:])]
 
     def warm_up(self, lanes: Sequence[Lane], batches: Sequence[Batch], *, show_progress_bar: bool | None) -> None:
         """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each program once.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _LONG = 1 << 16  # characters; a longer text may take much memory in each process at once
-_SHORT = 1 << 13  # characters; a table of words tokenises one such text faster than the tokenizers library
+_SHORT = 1 << 13  # characters; a table of words tokenises such a text faster than the tokenizers library
 _MANY = 8192  # processes start once an encoder has seen this number of texts in chunks that processes may tokenise
 _OWN_PROMPTS = {"query": None, "document": None}
 _log = logging.getLogger("jaxft")

@@ -46,6 +46,7 @@ class Words(dict[str, tuple[int, ...]]):
             kinds != ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
             or (truncation.get("strategy"), truncation.get("direction")) != ("longest_first", "right")
             or any(token.normalized for token in tokenizer.get_added_tokens_decoder().values())
+            or tokenizer.token_to_id(tokenizer.model.unk_token) is None
         ):
             return None
         return cls(tokenizer)
@@ -55,8 +56,8 @@ class Words(dict[str, tuple[int, ...]]):
         if not text.isascii() or self._added.search(text):
             return None
         pieces = _PIECES.findall(text.encode().translate(self._changed, self._removed).decode())
-        found = [*itertools.chain.from_iterable(map(self.__getitem__, pieces))]
-        return [*self._before, *found[: self._count], *self._after]
+        found = itertools.chain.from_iterable(map(self.__getitem__, pieces))
+        return [*self._before, *itertools.islice(found, self._count), *self._after]
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         found = tuple([token.id for token in self._model.tokenize(word)])
