@@ -475,7 +475,8 @@ def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -
         model = nnx.merge(graph, params)
         if head == "BertForMaskedLM":
             return model.loss(ids, labels, mask, rngs=jax.random.key(0)).mean
-        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(model(ids, mask, rngs=jax.random.key(0))))
+        states = model(ids, mask, rngs=jax.random.key(0))
+        return sum(jnp.sum(1 + jnp.sin(x)) for x in jax.tree.leaves(states))  # terms that cancel lose digits
 
     step = jax.jit(jax.value_and_grad(value), static_argnums=4)
     batch = ids, mask, np.where(mask & (np.arange(8) % 2 > 0), ids, -100)
@@ -655,7 +656,7 @@ def test_training_step_sums_a_tied_vocabulary_once(measured):
 
 @pytest.mark.parametrize("case", SOME_MODELS, ids=lambda case: case[0])
 def test_models_map_themselves_over_explicit_axes(case, measured):
-    assert measured["explicit"][str(case)] < 3e-6
+    assert measured["explicit"][str(case)] < 2e-6
 
 
 @pytest.mark.slow
@@ -663,7 +664,7 @@ def test_models_map_themselves_over_explicit_axes(case, measured):
 def test_all_models_map_themselves_over_explicit_axes(name, tmp_path):
     in_process(4, "explicit", str(tmp_path / "errors.json"), name)
     errors = json.loads((tmp_path / "errors.json").read_text())
-    assert len(errors) == len(HEADS) * len(DIVISIONS) and max(errors.values()) < 3e-6, errors
+    assert len(errors) == len(HEADS) * len(DIVISIONS) and max(errors.values()) < 2e-6, errors
 
 
 @pytest.mark.parametrize("model", AFTER)
