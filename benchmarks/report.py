@@ -230,7 +230,13 @@ def peer_value(row: timing.Row | None) -> str:
         return "failed"
     if "docstrings" in row["op"]:
         return f"{int(row['shape']) / us * 1e6:,.0f} texts/s"
-    return f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e3:,.0f} ms"
+    return duration(us)
+
+
+def duration(us: float) -> str:
+    """Returns microseconds as milliseconds or seconds, with three digits."""
+    value, unit = (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
+    return f"{value:#.3g}".removesuffix(".") + f" {unit}"
 
 
 def peers_table(rows: Sequence[timing.Row]) -> list[str]:
@@ -399,17 +405,13 @@ def latency_table(rows_of: Mapping[str, Sequence[timing.Row]]) -> list[str]:
             lines.append([goal.text, "not measured", goal.other or "-", "-", "-", "-", _goal(goal)])
             continue
         date, device, ours, others = max(found)
-        cells = [_duration(others), f"{ours / others:.2f}"] if goal.other else ["-", "-"]
-        lines.append([goal.text, f"{device}, {date}", goal.other or "-", _duration(ours), *cells, _goal(goal)])
+        cells = [duration(others), f"{ours / others:.2f}"] if goal.other else ["-", "-"]
+        lines.append([goal.text, f"{device}, {date}", goal.other or "-", duration(ours), *cells, _goal(goal)])
     return markdown(lines).splitlines()
 
 
 def _goal(goal: Goal) -> str:
-    return f"{goal.limit:.2f}" if goal.other else _duration(goal.limit)
-
-
-def _duration(us: float) -> str:
-    return f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.2f} ms" if us < 2e4 else f"{us / 1e6:.2f} s"
+    return f"{goal.limit:.2f}" if goal.other else duration(goal.limit)
 
 
 # --- Files ---------------------------------------------------------------------------------------------------------

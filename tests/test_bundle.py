@@ -399,21 +399,9 @@ def test_encoding_during_training_drops_nothing(tmp_path):
     np.testing.assert_array_equal(encoder.encode("rain"), before)
 
 
-def scale(model, factor):
-    nnx.update(model, jax.tree.map(lambda x: x * factor, nnx.state(model, nnx.Param)))
-
-
-def scale_and_delete(model, factor):
-    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
-    before = jax.tree.leaves(nnx.state(model, nnx.Param))
-    scale(model, factor)
-    for x in before:
-        x.delete()
-
-
 def replace_layer(model, factor):
     model.layers[0] = nnx.clone(model.layers[0])
-    scale(model.layers[0], factor)
+    tiny.scale(model.layers[0], factor)
 
 
 @pytest.fixture
@@ -431,7 +419,7 @@ def expected(encoder, text):
     return encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)
 
 
-@pytest.mark.parametrize("change", [scale, scale_and_delete, replace_layer])
+@pytest.mark.parametrize("change", [tiny.scale, tiny.scale_and_delete, replace_layer])
 @pytest.mark.parametrize("options", [{}, {"show_progress_bar": True}, {"devices": [0]}])
 def test_one_text_gets_the_models_present_arrays(change, options, assumed):
     for text, factor in (("rain", 1.5), ("rain", 0.5), ("a bird sings in the old tree " * 5, 0.5)):
@@ -491,7 +479,7 @@ def test_a_model_in_training_is_compared_first(assumed, monkeypatch):
     assumed.encode("rain")
     calls.clear()
     for _ in range(5):
-        scale(assumed.model, 0.9)
+        tiny.scale(assumed.model, 0.9)
         assumed.encode("rain")
     assert len(calls) <= 6  # the first text may be computed again
 
@@ -501,7 +489,7 @@ def test_arrays_are_freed_without_the_garbage_collector(assumed):
     gc.disable()
     try:
         before = [weakref.ref(x) for x in jax.tree.leaves(assumed.model)]
-        scale(assumed.model, 0.9)
+        tiny.scale(assumed.model, 0.9)
         assumed.encode("rain")
         assert not any(ref() is not None for ref in before)
     finally:

@@ -84,15 +84,7 @@ def test_programs_write_their_results_to_the_hosts_memory(kind, more, model, tmp
         np.testing.assert_array_equal(a, b)
 
 
-def delete(model):
-    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
-    before = jax.tree.leaves(nnx.state(model, nnx.Param))
-    nnx.update(model, jax.tree.map(lambda x: x * 0.5, nnx.state(model, nnx.Param)))
-    for x in before:
-        x.delete()
-
-
-@pytest.mark.parametrize("change", [delete, lambda model: model.train()])
+@pytest.mark.parametrize("change", [tiny.scale_and_delete, lambda model: model.train()])
 def test_one_text_compiles_no_program_for_arrays_of_before(change, model, folder):
     encoder = SentenceEncoder.from_pretrained(model)
     for _ in range(3):

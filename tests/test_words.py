@@ -106,13 +106,13 @@ def test_one_text_is_tokenised_by_the_table(text, prompt, encoder):
 
 
 def test_text_that_the_vocabulary_cannot_tokenise_is_named(tmp_path):
-    folder = tiny.write_sentence_model(tmp_path)
-    encoder = jaxft.SentenceEncoder.from_pretrained(folder)
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     of_texts = encoder._texts(None)
-    words_of = Words.of(of_texts.tokenizer)
-    assert words_of is not None
+    assert Words.of(of_texts.tokenizer) is not None
     of_texts.tokenizer.model.unk_token = "[NONE]"
     assert Words.of(of_texts.tokenizer) is None
+    with pytest.raises(ValueError, match=r"^texts\[0\] .* cannot be tokenised: "):
+        encoder.encode("\u2603")
 
 
 @pytest.fixture(scope="module")

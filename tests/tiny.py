@@ -4,6 +4,7 @@ import json
 import random
 import string
 
+import jax
 from flax import nnx
 from tokenizers import Tokenizer, models, processors
 from tokenizers.implementations import BertWordPieceTokenizer
@@ -98,3 +99,15 @@ def write_sentence_model(folder, pooling=None, normalize=False):
 def bare_tokenizer():
     """Returns a tokenizer without special tokens, so that an empty text has no token."""
     return Tokenizer(models.WordPiece({token: i for i, token in enumerate(VOCAB)}, unk_token="[UNK]"))
+
+
+def scale(model, factor=0.5):
+    nnx.update(model, jax.tree.map(lambda x: x * factor, nnx.state(model, nnx.Param)))
+
+
+def scale_and_delete(model, factor=0.5):
+    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    scale(model, factor)
+    for x in before:
+        x.delete()

@@ -74,6 +74,10 @@ def _parts(model: nnx.Module) -> list[_Part]:
     return found
 
 
+def _are_unchanged(parts: list[_Part]) -> bool:
+    return all(map(_Part.is_unchanged, parts))
+
+
 class _Last(NamedTuple):
     """The arrays that a call of `Bundled` found, as weak references, so that a replaced array is freed."""
 
@@ -89,7 +93,7 @@ class _Last(NamedTuple):
 
     def is_current(self) -> bool:
         """Returns whether the model still has these arrays."""
-        return all(map(_Part.is_unchanged, self.parts))
+        return _are_unchanged(self.parts)
 
     def arrays(self) -> list[Any]:
         """Returns what `bundle` returned, unless an array is freed by now."""
@@ -116,7 +120,7 @@ class Bundled:
                 return arrays, last.rebuild
         parts = _parts(model) if last is None or last.parts else []
         leaves, structure = jax.tree.flatten(model)
-        if not all(map(_Part.is_unchanged, parts)):  # another thread has replaced something
+        if not _are_unchanged(parts):  # another thread has replaced something
             return self(model)
         refs = [weakref.ref(x) for x in leaves]
         if last and structure == last.structure and _are(leaves, last.leaves):

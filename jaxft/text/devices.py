@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -47,10 +47,12 @@ class Dealer:
         self._process = os.getpid()
 
     def lanes(
-        self, where: str, devices: Any, model: Any, function: Any, arguments: Arguments, *, one: bool,
-        assumes: bool = True,
-    ) -> list[Lane]:  # fmt: skip
+        self, where: str, devices: Any, model: Any, function: Any, arguments: Arguments, *, one: bool
+    ) -> list[Lane]:
         """Returns one lane for each device that a call computes on.
+
+        A single text for which no device is chosen may be computed with the arrays of the last call. The model is then
+        compared while the device computes. If it has changed, the text is computed again.
 
         Args:
           where: the name of the public function, for messages.
@@ -60,8 +62,6 @@ class Dealer:
           function: a jitted function of the model's arrays, a batch and static arguments.
           arguments: makes the arguments of `function` from the arrays, a `Rebuild` and a batch.
           one: whether the call has a single text.
-          assumes: whether a single text may be computed with the arrays of the last call. The model is compared while
-            the device computes. If it has changed, the text is computed again. It has no effect if a device is chosen.
 
         Raises:
           RuntimeError: the process was forked after the encoder was made.
@@ -77,143 +77,23 @@ class Dealer:
                     self._programs.pop(key, None)
                 self._without_memory.clear()
         chosen = dispatch.work_devices(many=not one) if devices is None else dispatch.named_devices(where, devices)
+        call_with = functools.partial(_Call, function, arguments, model)
         # Comparing a model with its last arrays takes about 0.2 ms.
-        assumed = self._bundled.assumed(model) if one and assumes and not chosen else None
-        arrays, rebuild, is_current = assumed or (*self._bundled(model), lambda: True)
-        if devices is None and chosen and any(getattr(x, "committed", False) for x in arrays):
+        if one and not chosen and (assumed := self._bundled.assumed(model)) is not None:
+            arrays, rebuild, is_current = assumed
+            guess = _Worker(self, call_with(arrays, rebuild))
+            present = functools.cache(lambda: _Worker(self, call_with(*self._bundled(model))))
+            return [_lane(_Speculation(guess, is_current, present), None)]
+        arrays, rebuild = self._bundled(model)
+        if devices is None and any(getattr(x, "committed", False) for x in arrays):
             chosen = []
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
         first = chosen[0] if chosen else None
+        call = call_with(arrays, rebuild, first)
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
-
-        def shape_of(batch: Batch) -> tuple[Any, ...]:
-            return batch.input_ids.shape, batch.lengths.shape, batch.longest
-
-        def lane(device: jax.Device | None, leader: Lane | None) -> Lane:
-            """Returns the lane of a device. `leader`: the lane of the first device, for the other ones."""
-            is_first = leader is None
-            there = None if is_first and is_home else device  # None: the arrays are already there
-
-            # The keys are the shapes of batches, which are shorter than the keys of `self._programs`.
-            known: dict[Any, Future[Any] | None] = {}  # programs
-            called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a loaded program, or the function
-            copies = functools.cache(lambda: arrays if there is None else self._bundled.on(there, arrays))
-
-            def given(batch: Batch) -> tuple[Any, ...]:
-                return arguments(copies(), rebuild, batch)
-
-            def key_of(batch: Batch) -> Any:
-                _, *others = arguments([], rebuild, batch)
-                return (function, there, *(getattr(x, "shape", x) for x in others))
-
-            def program(batch: Batch) -> Future[Any] | None:
-                """Returns the program for the shape of a batch. The first call for a shape starts the compilation."""
-                shape = shape_of(batch)
-                with contextlib.suppress(KeyError):
-                    return known[shape]
-                key = key_of(batch)
-                if leader is not None:
-                    leader.is_ready(batch)  # starts the compilation for the first device
-                with self._guard:
-                    if key not in self._programs:
-                        self._programs[key] = start(key, batch)
-                    known[shape] = self._programs[key]
-                return known[shape]
-
-            def run(work: Callable[[], Any], batch: Batch) -> Any:
-                if leader is not None:
-                    leader.wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
-                return work()
-
-            def start(key: Any, batch: Batch) -> Future[Any] | None:
-                if not hasattr(function, "lower"):  # the function is not jitted
-                    return None
-                compiled = Future[Any]()
-                try:
-                    with dispatch.traced_for(first):
-                        call = given(batch)
-                        name = programs.name(function, model, call)
-                        kept = None if name is None else compilation_cache.read(name)
-                        work: Callable[[], Any]
-                        if name is None or kept is None:
-                            work = functools.partial(programs.compile, function.lower(*call), name)
-                            # Exported programs have been traced already.
-                            if self._bundled.implementation != "xla" and hasattr(function, "trace"):
-                                import_mosaic_gpu(dispatch.device())
-                        else:
-                            (home,) = dispatch.homes(call[0])
-                            work = functools.partial(programs.load, name, kept, home, programs.state(call))
-                    compiled = _compilers(is_first=is_first).submit(functools.partial(run, work, batch))
-                except jax.errors.JaxRuntimeError as error:
-                    compiled.set_exception(error)
-                except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
-                    return None
-                compiled.add_done_callback(functools.partial(report, key))
-                return compiled
-
-            def report(key: Any, compiled: Future[Any]) -> None:
-                if compiled.cancelled() or (error := compiled.exception()) is None:
-                    return
-                if "RESOURCE_EXHAUSTED" in str(error):
-                    self._without_memory.append(key)
-                if not is_first:  # on the first device, the computation itself raises the error
-                    _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
-
-            def wait(batch: Batch) -> BaseException | None:
-                compiled = program(batch)
-                return None if compiled is None else compiled.exception()
-
-            def compute(batch: Batch) -> Any:
-                shape, compiled = shape_of(batch), program(batch)
-                # A call before the compilation ends would compile the program a second time, so wait for it.
-                loaded = None if compiled is None or compiled.exception() is not None else compiled.result()
-                with dispatch.traced_for(first):
-                    call = given(batch)
-                    if shape not in called:
-                        called[shape] = loaded if loaded and loaded.fits(call) else function
-                    return called[shape](*call)
-
-            def is_ready(batch: Batch) -> bool:
-                compiled = program(batch)
-                if compiled is None:
-                    return is_first
-                return compiled.done() and (is_first or not (compiled.cancelled() or compiled.exception()))
-
-            plain = Lane(compute, is_ready, wait, device, programs.settings)
-            if assumed is None:
-                return plain
-
-            @functools.cache
-            def present() -> Lane:
-                """Returns a lane with the arrays that the model has now."""
-                return self.lanes(where, None, model, function, arguments, one=True, assumes=False)[0]
-
-            def fitting(batch: Batch) -> Lane:
-                """Returns the lane for a batch. Programs are compiled only for arrays that the model has."""
-                return plain if key_of(batch) in self._programs or is_current() else present()
-
-            def compute_assumed(batch: Batch) -> Any:
-                if (lane := fitting(batch)) is plain:
-                    try:
-                        result = plain.compute(batch)
-                    except Exception:  # for example because arrays were deleted
-                        if is_current():
-                            raise
-                    else:
-                        if is_current():
-                            return result
-                    lane = present()
-                return lane.compute(batch)
-
-            return Lane(
-                compute_assumed, lambda batch: fitting(batch).is_ready(batch), lambda batch: fitting(batch).wait(batch),
-                device, programs.settings,
-            )  # fmt: skip
-
-        # No closure refers to the list, so that replaced arrays are freed without Python's garbage collector.
-        leader = lane(first, None)
-        return [leader, *(lane(device, leader) for device in chosen[1:])]
+        leader = _Worker(self, call, None if is_home else first)
+        return [_lane(leader, first), *(_lane(_Worker(self, call, device, leader), device) for device in chosen[1:])]
 
     def warm_up(self, lanes: Sequence[Lane], batches: Sequence[Batch], *, show_progress_bar: bool | None) -> None:
         """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each program once.
@@ -232,11 +112,182 @@ class Dealer:
                     jax.block_until_ready(lane.compute(batch))
                 bar.update(1)
 
+    def report(self, key: Any, device: jax.Device | None, program: Future[Any]) -> None:
+        """Looks for an error of a compilation that has ended. `device`: None for the first device of a call."""
+        if program.cancelled() or (error := program.exception()) is None:
+            return
+        if "RESOURCE_EXHAUSTED" in str(error):
+            self._without_memory.append(key)
+        if device is not None:  # on the first device, the computation itself raises the error
+            _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
+
     def wait(self) -> None:
         """Waits until all compilations that were started have ended."""
         for program in [*self._programs.values()]:
             if program is not None:
                 program.exception()
+
+
+class _Call(NamedTuple):
+    """What a call of an encoder computes with."""
+
+    function: Any
+    arguments: Arguments
+    model: Any
+    arrays: list[Any]
+    rebuild: Rebuild
+    first: jax.Device | None = None  # the first device of the call; None: no device is chosen
+
+    def given(self, arrays: list[Any], batch: Batch) -> tuple[Any, ...]:
+        """Returns the arguments of `function`. `arrays`: the model's arrays, or their copies on another device."""
+        return self.arguments(arrays, self.rebuild, batch)
+
+
+class _Worker:
+    """Computes the batches of a call on one device.
+
+    Args:
+      dealer: has the programs.
+      call: the call.
+      device: where the arrays are copied to. None: they stay where they are.
+      leader: the worker of the call's first device. None: this worker is the leader.
+    """
+
+    def __init__(
+        self, dealer: Dealer, call: _Call, device: jax.Device | None = None, leader: "_Worker | None" = None
+    ) -> None:
+        self._dealer, self._call, self._device, self._leader = dealer, call, device, leader
+        # The keys are the shapes of batches, which are shorter than the keys of the dealer's programs.
+        self._known: dict[Any, Future[Any] | None] = {}  # programs
+        self._called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a loaded program, or the function
+
+    def is_ready(self, batch: Batch) -> bool:
+        """Returns whether a batch can start at once. The first call for a shape starts the compilation."""
+        program = self._program(batch)
+        if program is None:
+            return self._leader is None
+        return program.done() and (self._leader is None or not (program.cancelled() or program.exception()))
+
+    def wait(self, batch: Batch) -> BaseException | None:
+        """Waits until the program of a batch is compiled. Returns the error of the compilation."""
+        program = self._program(batch)
+        return None if program is None else program.exception()
+
+    def compute(self, batch: Batch) -> Any:
+        """Starts the computation of a batch and returns its result."""
+        shape, program = _shape_of(batch), self._program(batch)
+        # A call before the compilation ends would compile the program a second time, so wait for it.
+        loaded = None if program is None or program.exception() is not None else program.result()
+        with dispatch.traced_for(self._call.first):
+            given = self._call.given(self._arrays, batch)
+            if shape not in self._called:
+                self._called[shape] = loaded if loaded and loaded.fits(given) else self._call.function
+            return self._called[shape](*given)
+
+    def has_program(self, batch: Batch) -> bool:
+        """Returns whether the program of a batch is compiled or was started."""
+        return _shape_of(batch) in self._known or self._key(batch) in self._dealer._programs
+
+    @functools.cached_property
+    def _arrays(self) -> list[Any]:
+        arrays = self._call.arrays
+        return arrays if self._device is None else self._dealer._bundled.on(self._device, arrays)
+
+    def _key(self, batch: Batch) -> Any:
+        _, *others = self._call.given([], batch)
+        return (self._call.function, self._device, *(getattr(x, "shape", x) for x in others))
+
+    def _program(self, batch: Batch) -> Future[Any] | None:
+        shape = _shape_of(batch)
+        with contextlib.suppress(KeyError):
+            return self._known[shape]
+        key = self._key(batch)
+        if self._leader is not None:
+            self._leader.is_ready(batch)  # starts the compilation for the first device
+        with self._dealer._guard:
+            if key not in self._dealer._programs:
+                self._dealer._programs[key] = self._start(key, batch)
+            self._known[shape] = self._dealer._programs[key]
+        return self._known[shape]
+
+    def _start(self, key: Any, batch: Batch) -> Future[Any] | None:
+        """Starts to load or compile the program of a batch in a thread. Returns None if that is impossible."""
+        function, is_first = self._call.function, self._leader is None
+        if not hasattr(function, "lower"):  # the function is not jitted
+            return None
+        program = Future[Any]()
+        try:
+            with dispatch.traced_for(self._call.first):
+                given = self._call.given(self._arrays, batch)
+                name = programs.name(function, self._call.model, given)
+                kept = None if name is None else compilation_cache.read(name)
+                work: Callable[[], Any]
+                if name is None or kept is None:
+                    work = functools.partial(programs.compile, function.lower(*given), name)
+                    # Exported programs have been traced already.
+                    if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
+                        import_mosaic_gpu(dispatch.device())
+                else:
+                    (home,) = dispatch.homes(given[0])
+                    work = functools.partial(programs.load, name, kept, home, programs.state(given))
+            program = _compilers(is_first=is_first).submit(functools.partial(self._run, work, batch))
+        except jax.errors.JaxRuntimeError as error:
+            program.set_exception(error)
+        except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
+            return None
+        # A program keeps this function, which must not refer to the worker: the worker has the model's arrays.
+        program.add_done_callback(functools.partial(self._dealer.report, key, None if is_first else self._device))
+        return program
+
+    def _run(self, work: Callable[[], Any], batch: Batch) -> Any:
+        if self._leader is not None:
+            self._leader.wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
+        return work()
+
+
+class _Speculation:
+    """Computes a single text with the arrays of the last call, and again if the model has other arrays by then.
+
+    Args:
+      guess: computes with the arrays of the last call.
+      is_current: compares the model. Returns whether it still has these arrays.
+      present: returns what computes with the arrays that the model has now.
+    """
+
+    def __init__(self, guess: _Worker, is_current: Callable[[], bool], present: Callable[[], _Worker]) -> None:
+        self._guess, self._is_current, self._present = guess, is_current, present
+
+    def is_ready(self, batch: Batch) -> bool:
+        return self._worker(batch).is_ready(batch)
+
+    def wait(self, batch: Batch) -> BaseException | None:
+        return self._worker(batch).wait(batch)
+
+    def compute(self, batch: Batch) -> Any:
+        worker = self._worker(batch)
+        if worker is self._guess:
+            try:
+                result = worker.compute(batch)
+            except Exception:  # for example because arrays were deleted
+                if self._is_current():
+                    raise
+            else:
+                if self._is_current():
+                    return result
+            worker = self._present()
+        return worker.compute(batch)
+
+    def _worker(self, batch: Batch) -> _Worker:
+        """Returns what computes a batch. Programs are compiled only for arrays that the model has."""
+        return self._guess if self._guess.has_program(batch) or self._is_current() else self._present()
+
+
+def _lane(worker: _Worker | _Speculation, device: jax.Device | None) -> Lane:
+    return Lane(worker.compute, worker.is_ready, worker.wait, device, programs.settings)
+
+
+def _shape_of(batch: Batch) -> tuple[Any, ...]:
+    return batch.input_ids.shape, batch.lengths.shape, batch.longest
 
 
 @functools.cache
