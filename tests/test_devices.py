@@ -99,6 +99,18 @@ def test_one_text_stays_on_one_device(encoder, used, caplog):
 
 
 @several
+def test_one_text_is_computed_on_the_chosen_device(encoder, used):
+    for _ in range(3):  # by then, a text for which no device is chosen is computed with the last arrays
+        encoder.encode("rain")
+    used.clear()
+    encoder.encode("rain", devices=[2])
+    with jax.default_device(jax.devices()[3]):
+        encoder.encode("rain")
+    encoder.encode("rain")
+    assert used == [jax.devices()[i] for i in (2, 3, 0)]
+
+
+@several
 def test_default_device_is_obeyed(encoder, used, monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     expected = encoder.encode("rain")
@@ -236,6 +248,7 @@ def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
     thread = threading.Thread(target=lambda: encoder.warmup(**options), daemon=True)
     thread.start()
     while len(encoder._dealer._programs) < 2:
+        assert thread.is_alive()
         thread.join(0.01)
     thread.join(0.2)
     assert len(held.tasks) == 1 and threads == []

@@ -85,13 +85,14 @@ def test_programs_write_their_results_to_the_hosts_memory(kind, more, model, tmp
 
 
 @pytest.mark.parametrize("change", [tiny.scale_and_delete, lambda model: model.train()])
-def test_one_text_compiles_no_program_for_arrays_of_before(change, model, folder):
+@pytest.mark.parametrize("options", [{}, {"show_progress_bar": True}])
+def test_one_text_compiles_no_program_for_arrays_of_before(options, change, model, folder):
     encoder = SentenceEncoder.from_pretrained(model)
     for _ in range(3):
         encoder.encode("rain")
     change(encoder.model)
     text = "a bird sings in the old tree " * 5
-    found, made = encoder.encode(text), encoder._dealer._programs
+    found, made = encoder.encode(text, **options), encoder._dealer._programs
     assert len(made) == 2 and None not in made.values()
     ids = jnp.array(encoder.tokenize(text))
     expected = encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)

@@ -106,8 +106,9 @@ def scale(model, factor=0.5):
 
 
 def scale_and_delete(model, factor=0.5):
-    """Replaces the parameters and deletes the old ones, as a training step does that donates them."""
+    """Replaces the parameters and deletes the old ones, as a training step does that donates them. Returns these."""
     before = jax.tree.leaves(nnx.state(model, nnx.Param))
     scale(model, factor)
     for x in before:
         x.delete()
+    return before
