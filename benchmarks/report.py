@@ -222,7 +222,7 @@ def peer_cases(rows: Sequence[timing.Row]) -> dict[str, dict[str, timing.Row]]:
 
 
 def peer_value(row: timing.Row | None) -> str:
-    """Returns the cell of the README's table: texts per second, or milliseconds."""
+    """Returns the cell of the README's table: texts per second, or a duration."""
     if row is None:
         return "-"
     us = float(row["p50"])
@@ -235,7 +235,7 @@ def peer_value(row: timing.Row | None) -> str:
 
 def duration(us: float) -> str:
     """Returns microseconds as milliseconds or seconds, with three digits."""
-    value, unit = (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
+    value, unit = (us / 1e3, "ms") if us < 999.5e3 else (us / 1e6, "s")
     return f"{value:#.3g}".removesuffix(".") + f" {unit}"
 
 

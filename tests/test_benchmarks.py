@@ -1079,8 +1079,8 @@ def test_latencies_of_one_commit_are_compared_with_goals(root):
     assert page.startswith(f"before\n{report.LATENCY}\n| what |") and page.endswith(f"\n{report.END}\nafter\n")
     lines = [line for line in page.splitlines() if "| NVIDIA H200, 2026-01-02 |" in line]
     assert [line.split(" | ")[2:] for line in lines] == [
-        ["jaxft, constants", "545 us", "500 us", "1.09", "1.08 |"],
-        ["-", "0.08 s", "-", "-", "0.30 s |"],
+        ["jaxft, constants", "0.545 ms", "0.500 ms", "1.09", "1.08 |"],
+        ["-", "81.0 ms", "-", "-", "300 ms |"],
         ["-", "5.10 s", "-", "-", "8.00 s |"],
     ]
     assert page.count("| not measured |") == len(report.GOALS) - 3

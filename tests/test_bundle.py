@@ -19,6 +19,7 @@ from cases import ONE_DTYPE, lower, seeds
 from jaxft import dispatch
 from jaxft.kernels.triton import split
 from jaxft.models import bundled
+from jaxft.text import programs
 from lowered import TRITON, of, operations
 
 FORCED = {"implementation": "triton"}
@@ -423,7 +424,7 @@ def expected(encoder, text):
 @pytest.mark.parametrize("options", [{}, {"show_progress_bar": True}, {"devices": [0]}])
 def test_one_text_gets_the_models_present_arrays(change, options, assumed):
     for text, factor in (("rain", 1.5), ("rain", 0.5), ("a bird sings in the old tree " * 5, 0.5)):
-        kept = change(assumed.model, factor)  # deleted arrays that somebody still has
+        kept = change(assumed.model, factor)  # deleted arrays are assumed only while somebody has them
         for _ in range(3):
             found = assumed.encode(text, **options)
             np.testing.assert_allclose(found, expected(assumed, text), rtol=0, atol=1e-5)
@@ -472,6 +473,10 @@ def test_the_model_is_compared_while_the_device_computes(assumed, monkeypatch):
     assert steps("rain")[0] == "compared"  # a program is compiled for present arrays
     assert steps("rain") == ["launched", "compared"]
     assert steps(["rain", "snow"]) == ["compared", "launched"]
+    kept = jax.tree.leaves(assumed.model)  # replaced arrays are assumed only while somebody has them
+    tiny.scale(assumed.model)
+    assert steps("a bird sings in the old tree " * 5).count("launched") == 1  # not with the arrays of before
+    del kept
 
 
 def test_a_model_in_training_is_compared_first(assumed, monkeypatch):
@@ -487,10 +492,18 @@ def test_a_model_in_training_is_compared_first(assumed, monkeypatch):
     assert len(calls) <= 6  # the first text may be computed again
 
 
-def test_arrays_are_freed_without_the_garbage_collector(assumed):
+@pytest.mark.parametrize("fails", [False, True])
+def test_arrays_are_freed_without_the_garbage_collector(fails, assumed, monkeypatch):
+    def compile_program(lowered, name):
+        raise ValueError("no program")
+
+    if fails:
+        monkeypatch.setattr(programs, "compile", compile_program)
     gc.collect()
     gc.disable()
     try:
+        for text in ("rain", "a bird sings in the old tree " * 5):  # the second text needs a new program
+            assumed.encode(text)
         before = [weakref.ref(x) for x in jax.tree.leaves(assumed.model)]
         tiny.scale(assumed.model, 0.9)
         assumed.encode("rain")

@@ -106,7 +106,10 @@ def scale(model, factor=0.5):
 
 
 def scale_and_delete(model, factor=0.5):
-    """Replaces the parameters and deletes the old ones, as a training step does that donates them. Returns these."""
+    """Replaces the parameters and deletes the old ones, as a training step does that donates them.
+
+    Returns the old parameters.
+    """
     before = jax.tree.leaves(nnx.state(model, nnx.Param))
     scale(model, factor)
     for x in before:

@@ -112,8 +112,11 @@ class Dealer:
                     jax.block_until_ready(lane.compute(batch))
                 bar.update(1)
 
-    def report(self, key: Any, device: jax.Device | None, program: Future[Any]) -> None:
-        """Looks for an error of a compilation that has ended. `device`: None for the first device of a call."""
+    def _report(self, key: Any, device: jax.Device | None, program: Future[Any]) -> None:
+        """Notes a program that ran out of memory. Logs the error of a compilation, unless `device` is None.
+
+        `device`: None for the first device of a call.
+        """
         if program.cancelled() or (error := program.exception()) is None:
             return
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -129,26 +132,26 @@ class Dealer:
 
 
 class _Call(NamedTuple):
-    """What a call of an encoder computes with."""
+    """The function and the arrays that a call of an encoder computes with."""
 
     function: Any
-    arguments: Arguments
+    make_arguments: Arguments
     model: Any
     arrays: list[Any]
     rebuild: Rebuild
     first: jax.Device | None = None  # the first device of the call; None: no device is chosen
 
-    def given(self, arrays: list[Any], batch: Batch) -> tuple[Any, ...]:
+    def arguments(self, arrays: list[Any], batch: Batch) -> tuple[Any, ...]:
         """Returns the arguments of `function`. `arrays`: the model's arrays, or their copies on another device."""
-        return self.arguments(arrays, self.rebuild, batch)
+        return self.make_arguments(arrays, self.rebuild, batch)
 
 
 class _Worker:
     """Computes the batches of a call on one device.
 
     Args:
-      dealer: has the programs.
-      call: the call.
+      dealer: keeps the programs for later calls.
+      call: the function and the arrays.
       device: where the arrays are copied to. None: they stay where they are.
       leader: the worker of the call's first device. None: this worker is the leader.
     """
@@ -157,6 +160,9 @@ class _Worker:
         self, dealer: Dealer, call: _Call, device: jax.Device | None = None, leader: "_Worker | None" = None
     ) -> None:
         self._dealer, self._call, self._device, self._leader = dealer, call, device, leader
+        self._arrays = functools.cache(
+            lambda: call.arrays if device is None else dealer._bundled.on(device, call.arrays)
+        )
         # The keys are the shapes of batches, which are shorter than the keys of the dealer's programs.
         self._known: dict[Any, Future[Any] | None] = {}  # programs
         self._called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a loaded program, or the function
@@ -179,22 +185,17 @@ class _Worker:
         # A call before the compilation ends would compile the program a second time, so wait for it.
         loaded = None if program is None or program.exception() is not None else program.result()
         with dispatch.traced_for(self._call.first):
-            given = self._call.given(self._arrays, batch)
+            arguments = self._call.arguments(self._arrays(), batch)
             if shape not in self._called:
-                self._called[shape] = loaded if loaded and loaded.fits(given) else self._call.function
-            return self._called[shape](*given)
+                self._called[shape] = loaded if loaded and loaded.fits(arguments) else self._call.function
+            return self._called[shape](*arguments)
 
     def has_program(self, batch: Batch) -> bool:
-        """Returns whether the program of a batch is compiled or was started."""
+        """Returns whether the dealer knows the shape of a batch. If it does, no compilation is started."""
         return _shape_of(batch) in self._known or self._key(batch) in self._dealer._programs
 
-    @functools.cached_property
-    def _arrays(self) -> list[Any]:
-        arrays = self._call.arrays
-        return arrays if self._device is None else self._dealer._bundled.on(self._device, arrays)
-
     def _key(self, batch: Batch) -> Any:
-        _, *others = self._call.given([], batch)
+        _, *others = self._call.arguments([], batch)
         return (self._call.function, self._device, *(getattr(x, "shape", x) for x in others))
 
     def _program(self, batch: Batch) -> Future[Any] | None:
@@ -202,60 +203,66 @@ class _Worker:
         with contextlib.suppress(KeyError):
             return self._known[shape]
         key = self._key(batch)
-        if self._leader is not None:
-            self._leader.is_ready(batch)  # starts the compilation for the first device
+        first = None if self._leader is None else self._leader._program(batch)
         with self._dealer._guard:
             if key not in self._dealer._programs:
-                self._dealer._programs[key] = self._start(key, batch)
+                self._dealer._programs[key] = self._start(key, batch, first)
             self._known[shape] = self._dealer._programs[key]
         return self._known[shape]
 
-    def _start(self, key: Any, batch: Batch) -> Future[Any] | None:
-        """Starts to load or compile the program of a batch in a thread. Returns None if that is impossible."""
+    def _start(self, key: Any, batch: Batch, first: Future[Any] | None) -> Future[Any] | None:
+        """Starts to load or compile the program of a batch in a thread. Returns None if that is impossible.
+
+        `first`: the program for the call's first device, for the other devices.
+        """
         function, is_first = self._call.function, self._leader is None
         if not hasattr(function, "lower"):  # the function is not jitted
             return None
         program = Future[Any]()
         try:
             with dispatch.traced_for(self._call.first):
-                given = self._call.given(self._arrays, batch)
-                name = programs.name(function, self._call.model, given)
+                arguments = self._call.arguments(self._arrays(), batch)
+                name = programs.name(function, self._call.model, arguments)
                 kept = None if name is None else compilation_cache.read(name)
                 work: Callable[[], Any]
                 if name is None or kept is None:
-                    work = functools.partial(programs.compile, function.lower(*given), name)
+                    work = functools.partial(programs.compile, function.lower(*arguments), name)
                     # Exported programs have been traced already.
                     if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
                         import_mosaic_gpu(dispatch.device())
                 else:
-                    (home,) = dispatch.homes(given[0])
-                    work = functools.partial(programs.load, name, kept, home, programs.state(given))
-            program = _compilers(is_first=is_first).submit(functools.partial(self._run, work, batch))
+                    (home,) = dispatch.homes(arguments[0])
+                    work = functools.partial(programs.load, name, kept, home, programs.state(arguments))
+            program = _compilers(is_first=is_first).submit(functools.partial(_after, first, work))
         except jax.errors.JaxRuntimeError as error:
             program.set_exception(error)
         except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
             return None
-        # A program keeps this function, which must not refer to the worker: the worker has the model's arrays.
-        program.add_done_callback(functools.partial(self._dealer.report, key, None if is_first else self._device))
+        # The program keeps this function, and an error of `_after`. They do not refer to the worker, whose arrays would
+        # stay in memory.
+        program.add_done_callback(functools.partial(self._dealer._report, key, None if is_first else self._device))
         return program
 
-    def _run(self, work: Callable[[], Any], batch: Batch) -> Any:
-        if self._leader is not None:
-            self._leader.wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
-        return work()
+
+def _after(first: Future[Any] | None, work: Callable[[], Any]) -> Any:
+    """Does `work` once the program for the first device is compiled, for which XLA chooses its algorithms."""
+    if first is not None:
+        first.exception()
+    return work()
 
 
 class _Speculation:
-    """Computes a single text with the arrays of the last call, and again if the model has other arrays by then.
+    """Computes a single text with the arrays of the last call, and once more if the model has changed.
 
     Args:
-      guess: computes with the arrays of the last call.
+      guess: the worker with the arrays of the last call.
       is_current: compares the model. Returns whether it still has these arrays.
-      present: returns what computes with the arrays that the model has now.
+      present: returns a worker with the arrays that the model has now.
     """
 
     def __init__(self, guess: _Worker, is_current: Callable[[], bool], present: Callable[[], _Worker]) -> None:
         self._guess, self._is_current, self._present = guess, is_current, present
+        self._has_changed = False
 
     def is_ready(self, batch: Batch) -> bool:
         return self._worker(batch).is_ready(batch)
@@ -269,17 +276,24 @@ class _Speculation:
             try:
                 result = worker.compute(batch)
             except Exception:  # for example because arrays were deleted
-                if self._is_current():
+                if self._is_right():
                     raise
             else:
-                if self._is_current():
+                if self._is_right():
                     return result
             worker = self._present()
         return worker.compute(batch)
 
     def _worker(self, batch: Batch) -> _Worker:
-        """Returns what computes a batch. Programs are compiled only for arrays that the model has."""
-        return self._guess if self._guess.has_program(batch) or self._is_current() else self._present()
+        """Returns the worker for a batch. Programs are compiled only for arrays that the model has."""
+        if not self._has_changed and (self._guess.has_program(batch) or self._is_right()):
+            return self._guess
+        return self._present()
+
+    def _is_right(self) -> bool:
+        """Returns whether the model still has the arrays of the last call. Remembers that it has others."""
+        self._has_changed = self._has_changed or not self._is_current()
+        return not self._has_changed
 
 
 def _lane(worker: _Worker | _Speculation, device: jax.Device | None) -> Lane:
