@@ -491,16 +491,27 @@ def _run_warmup(args: argparse.Namespace) -> None:
 @contextmanager
 def _kept_programs() -> Iterator[None]:
     """Makes it an error of the block that a program cannot be written, for which JAX only warns."""
-    message = "Error writing persistent compilation cache"
+    of_jax = "Error writing persistent compilation cache"
+    found: list[Warning | str] = []  # by all threads that compile
+
+    def note(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+        if not str(message).startswith(of_jax):
+            return show(message, category, *place, **options)
+        found.append(message)
+        raise category(message)
+
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message)
+            show, warnings.showwarning = warnings.showwarning, note
+            warnings.filterwarnings("always", of_jax)
             yield
     except UserWarning as warning:
         from jaxft import compilation_cache
 
-        warnings.filterwarnings("ignore", message)  # other threads still compile
-        raise _UserError(f"cannot write the compilation cache {compilation_cache.folder()}: {warning}") from warning
+        warnings.filterwarnings("ignore", of_jax)  # other threads still compile
+        # The first one has the reason. JAX fails at later programs because a part of the first one has no time.
+        first = [*found, warning][0]
+        raise _UserError(f"cannot write the compilation cache {compilation_cache.folder()}: {first}") from warning
 
 
 def _read_documents(args: argparse.Namespace) -> tuple[list[str], list[int]]:

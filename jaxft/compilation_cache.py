@@ -77,7 +77,8 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
             parent.mkdir(mode=0o700, exist_ok=True)
         folder = folder.resolve()  # a symbolic link may later point to another folder
         _check(folder)
-        _remove_damaged(folder)
+        with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
+            _remove_damaged(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
         reason = getattr(error, "strerror", None) or error
         code = getattr(error, "errno", None) or errno.EIO
@@ -135,6 +136,7 @@ def write(name: str, content: bytes) -> None:
     file = where / f"{name}-cache"
     try:
         with filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+            _remove_damaged(where)  # JAX leaves a part of a program on a full disk, and then stores no other program
             try:
                 if _make_room(where, len(content) + 32):
                     file.write_bytes(hashlib.sha256(content).digest() + content)
@@ -211,18 +213,20 @@ def _is_alone_in(group: int) -> bool:
 
 
 def _remove_damaged(folder: Path) -> None:
-    """Removes programs that are incomplete or changed. Marks other files, so that JAX evicts them last."""
-    with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
-        for file in folder.glob("*-cache"):
-            used = _time_of(file)
-            if _is_complete(file, used):
-                continue
-            if _PROGRAM.fullmatch(file.name):
-                with contextlib.suppress(OSError):
-                    file.unlink()
-                    used.unlink()
-            if file.exists():  # JAX 0.10 stores no more programs if a "-cache" file has no time of last use
-                used.write_bytes(_LAST_TO_GO)
+    """Removes programs that are incomplete or changed. Marks other files, so that JAX evicts them last.
+
+    The caller holds the lock of the folder.
+    """
+    for file in folder.glob("*-cache"):
+        used = _time_of(file)
+        if _is_complete(file, used):
+            continue
+        if _PROGRAM.fullmatch(file.name):
+            with contextlib.suppress(OSError):
+                file.unlink()
+                used.unlink()
+        if file.exists():  # JAX stores no more programs if a "-cache" file has no time of last use
+            used.write_bytes(_LAST_TO_GO)
 
 
 def _is_complete(file: Path, used: Path) -> bool:

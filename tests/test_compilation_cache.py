@@ -457,6 +457,27 @@ def test_warmup_on_a_full_disk_is_an_error(model, folder):
     assert line.endswith("File too large")
 
 
+def test_error_of_a_full_disk_has_the_first_reason():
+    """JAX leaves a part of a program, and fails at the programs of other threads for another reason."""
+    message = "Error writing persistent compilation cache entry for 'jit_f': "
+    with pytest.warns(UserWarning, match="^of something else$") as others:
+        with pytest.raises(cli._UserError, match="No space left$"), cli._kept_programs():
+            warnings.warn("of something else", stacklevel=1)
+            with contextlib.suppress(UserWarning):
+                warnings.warn(f"{message}No space left", stacklevel=1)
+            warnings.warn(f"{message}No such file", stacklevel=1)
+    assert len(others) == 1
+
+
+def test_programs_are_stored_again_after_a_full_disk(folder):
+    jaxft.use_compilation_cache(folder)
+    part = folder / f"jit_f-{'0' * 64}-cache"
+    part.write_bytes(b"part")  # without a time of last use, as JAX leaves it
+    name = f"jaxft-{'1' * 64}"
+    compilation_cache.write(name, b"content")
+    assert compilation_cache.read(name) == b"content" and not part.exists()
+
+
 def test_function_main_leaves_jax_settings(model, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (file := tmp_path / "texts.txt").write_text("a bird\n")
