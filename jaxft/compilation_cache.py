@@ -77,7 +77,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
             parent.mkdir(mode=0o700, exist_ok=True)
         folder = folder.resolve()  # a symbolic link may later point to another folder
         _check(folder)
-        with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
+        with _lock(folder):
             _remove_damaged(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
         reason = getattr(error, "strerror", None) or error
@@ -121,7 +121,7 @@ def read(name: str) -> bytes | None:
         return None
     file = where / f"{name}-cache"
     try:
-        with filelock.FileLock(where / ".lockfile", timeout=1):  # the caller waits; without it, it compiles
+        with _lock(where, timeout=1):  # the caller waits; without it, it compiles
             digest, content = (whole := file.read_bytes())[:32], whole[32:]
             _time_of(file).write_bytes(time.time_ns().to_bytes(8, "little"))
     except OSError:
@@ -135,7 +135,7 @@ def write(name: str, content: bytes) -> None:
         return
     file = where / f"{name}-cache"
     try:
-        with filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+        with _lock(where):
             _remove_damaged(where)  # JAX leaves a part of a program on a full disk, and then stores no other program
             try:
                 if _make_room(where, len(content) + 32):
@@ -151,10 +151,15 @@ def write(name: str, content: bytes) -> None:
 def remove(name: str) -> None:
     """Removes the content that `write` stored under a name."""
     if (where := folder()) is not None:
-        with contextlib.suppress(OSError), filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+        with contextlib.suppress(OSError), _lock(where):
             file = where / f"{name}-cache"
             file.unlink()
             _time_of(file).unlink()
+
+
+def _lock(folder: Path, timeout: float = _PATIENCE) -> filelock.BaseFileLock:
+    """Returns the lock of a folder, which JAX takes too."""
+    return filelock.FileLock(folder / ".lockfile", timeout=timeout)
 
 
 def _make_room(where: Path, size: int) -> bool:

@@ -85,7 +85,7 @@ class Dealer:
             present = functools.cache(lambda: _Worker(self, call_with(*self._bundled(model))))
             return [_lane(_Speculation(guess, is_current, present), None)]
         arrays, rebuild = self._bundled(model)
-        if devices is None and any(getattr(x, "committed", False) for x in arrays):
+        if devices is None and chosen and any(getattr(x, "committed", False) for x in arrays):
             chosen = []
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
