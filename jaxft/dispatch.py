@@ -161,9 +161,9 @@ def named_devices(where: str, devices: Any) -> list[jax.Device]:
     return found
 
 
-def homes(arrays: Iterable[jax.Array]) -> set[jax.Device]:
-    """Returns the devices where arrays are."""
-    return {home for x in arrays for home in x.devices()}
+def homes(arrays: Iterable[Any]) -> set[jax.Device]:
+    """Returns the devices where arrays are. A NumPy array is on none."""
+    return {home for x in arrays if isinstance(x, jax.Array) for home in x.devices()}
 
 
 def default_device() -> jax.Device:

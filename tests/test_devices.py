@@ -242,7 +242,7 @@ def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
     compilers = devices._compilers
     monkeypatch.setattr(devices, "_compilers", lambda is_first: held if is_first else compilers(is_first=False))
     monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda x: threads.append(threading.current_thread()) or compile_program(x)
+        jax.stages.Lowered, "compile", lambda *x: threads.append(threading.current_thread()) or compile_program(*x)
     )
     encoder.max_seq_length, options = 16, {"batch_size": 1, "devices": [0, 1]}
     thread = threading.Thread(target=lambda: encoder.warmup(**options), daemon=True)

@@ -91,12 +91,11 @@ def test_one_text_compiles_no_program_for_arrays_of_before(options, change, mode
     for _ in range(3):
         encoder.encode("rain")
     kept = change(encoder.model)  # deleted arrays are assumed only while somebody has them
-    text = "a bird sings in the old tree " * 5
-    found, made = encoder.encode(text, **options), encoder._dealer._programs
+    found, made = encoder.encode("rain", truncate_dim=8, **options), encoder._dealer._programs
     assert len(made) == 2 and None not in made.values()
     del kept
-    ids = jnp.array(encoder.tokenize(text))
-    expected = encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)
+    ids = jnp.array(encoder.tokenize("rain"))
+    expected = encoder.model(ids, deterministic=True).last_hidden_state[0].mean(0)[:8]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
@@ -290,7 +289,7 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
     function, x = jax.jit(lambda x: x * 3 + 1), np.arange(7.0, dtype=np.float32)
     program = function.lower(x)
     monkeypatch.setattr(jax.stages.Lowered, "as_text", lambda self: text)
-    programs.compile(program, "jaxft-1")
+    programs.compile(program, "jaxft-1", None, 64)
     content = compilation_cache.read("jaxft-1")
     monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that an import fails
     monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
@@ -319,12 +318,12 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
     class Lowered:
         as_text = program.as_text
 
-        def compile(self):
-            compiled = program.compile()
+        def compile(self, options):
+            compiled = program.compile(options)
             jax.monitoring.record_event("/jax/another_event")
             return compiled
 
-    programs.compile(Lowered(), "jaxft-2")
+    programs.compile(Lowered(), "jaxft-2", None, 1000)
     assert compilation_cache.read("jaxft-2") is not None
 
 
@@ -332,11 +331,65 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
 def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
     """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
     function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
-    programs.compile(function.lower(x), "jaxft-5")
+    programs.compile(function.lower(x), "jaxft-5", None, 64)
     jax.clear_caches()
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    programs.compile(function.lower(x), "jaxft-6")
+    programs.compile(function.lower(x), "jaxft-6", None, 64)
     assert (compilation_cache.read("jaxft-6") is not None) == (platform != "cpu")
+
+
+@pytest.mark.parametrize(("body", "tokens", "platform", "expected"), [
+    (jnp.sin, 256, "cuda", True), (jnp.sin, 257, "cuda", False), (jnp.sin, 64, "cpu", False),
+    (lambda x: x @ x, 64, "cuda", False), (jax.jit(lambda x: x @ x), 64, "cuda", False),
+    (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x), 64, "cuda", False),
+    (lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, jnp.sin, x), 64, "cuda", False),
+    (lambda x: jnp.convolve(x[0], x[1]), 64, "cuda", False),
+])  # fmt: skip
+def test_xla_times_no_operations_of_few_tokens_without_matmuls(body, tokens, platform, expected, monkeypatch):
+    function, x = jax.jit(body), jnp.ones((8, 8)) / 8
+    lowered, state, result = function.lower(x), programs.state([[x]]), function(x)
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    program = programs.compile(lowered, None, state, tokens)
+    assert (program is not None) == expected
+    if program is not None:
+        assert program.fits([[x]]) and not program.fits([[np.asarray(x)]])
+        np.testing.assert_array_equal(program(x), result)
+
+
+def test_program_without_timing_replaces_the_jitted_function(model, monkeypatch):
+    encoder = SentenceEncoder.from_pretrained(model)
+    expected, compiled, given = encoder.encode(TEXTS[0]), [], jax.stages.Lowered.compile
+    monkeypatch.setattr(programs, "_options", lambda *_: programs._WITHOUT_TIMING)
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, options=None: compiled.append(options) or given(self, options)
+    )
+    encoder = SentenceEncoder.from_pretrained(model)
+    monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed))
+    for _ in range(3):
+        np.testing.assert_array_equal(encoder.encode(TEXTS[0]), expected)
+    tiny.scale(encoder.model, 0.5)
+    assert np.abs(encoder.encode(TEXTS[0]) - expected).max() > 1e-3
+    assert compiled == [programs._WITHOUT_TIMING]
+
+
+class _Lowers:
+    """A jitted function that is lowered and never called."""
+
+    def __init__(self, function):
+        self.lower = function.lower
+
+
+@pytest.mark.parametrize("devices", [None, [0]])
+def test_numpy_parameters_with_stored_programs(devices, model, folder):
+    expected = SentenceEncoder.from_pretrained(model).encode(TEXTS[0])
+    for _ in range(2):
+        encoder = SentenceEncoder.from_pretrained(model)
+        for _, value in nnx.iter_graph(encoder.model):
+            if isinstance(value, nnx.Param):
+                value.set_value(np.asarray(value.get_value()))
+        for text in (TEXTS[0], TEXTS[:1]):
+            found = encoder.encode(text, devices=devices).reshape(expected.shape)
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):

@@ -13,6 +13,7 @@ import peer_models
 import tiny
 from jaxft import SentenceEncoder, SparseEncoder
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.text import sparse_encoder
 from jaxft.text.similarities import SIMILARITIES
 from peer_models import TEXTS
 
@@ -94,6 +95,16 @@ def test_similarities_equal_those_of_dense_embeddings(name, encoder, folder):
     )
     expected = SIMILARITIES[name].pairwise(dense[1:], dense[:-1])
     np.testing.assert_allclose(ours.similarity_pairwise(found[1:], found[:-1]), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [None, 1, 3, 10, 40])
+def test_of_equal_weights_the_smallest_ids_stay(most):
+    rng = np.random.default_rng(0)
+    for weights in rng.integers(0, 5, (50, 30)).astype(np.float32):
+        order = sorted(np.flatnonzero(weights), key=lambda i: (-weights[i], i))
+        ids, found = sparse_encoder._active(weights, most)
+        assert [*ids] == sorted(order[:most]) and [*found] == [*weights[ids]]
+        assert (ids.dtype, found.dtype) == (np.int32, np.float32)
 
 
 def test_max_active_dims_keeps_the_largest(encoder, folder):

@@ -283,7 +283,7 @@ def test_command_needs_the_cache(folder, capsys):
     assert "warmup needs the compilation cache" in capsys.readouterr().err
 
 
-def _without_memory(lowered):
+def _without_memory(*arguments):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 

@@ -165,7 +165,7 @@ class _Worker:
         )
         # The keys are the shapes of batches, which are shorter than the keys of the dealer's programs.
         self._known: dict[Any, Future[Any] | None] = {}  # programs
-        self._called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a loaded program, or the function
+        self._called: dict[Any, Callable[..., Any]] = {}  # what `compute` calls: a `Program`, or the function
 
     def is_ready(self, batch: Batch) -> bool:
         """Returns whether a batch can start at once. The first call for a shape starts the compilation."""
@@ -183,11 +183,11 @@ class _Worker:
         """Starts the computation of a batch and returns its result."""
         shape, program = _shape_of(batch), self._program(batch)
         # A call before the compilation ends would compile the program a second time, so wait for it.
-        loaded = None if program is None or program.exception() is not None else program.result()
+        compiled = None if program is None or program.exception() is not None else program.result()
         with dispatch.traced_for(self._call.first):
             arguments = self._call.arguments(self._arrays(), batch)
             if shape not in self._called:
-                self._called[shape] = loaded if loaded and loaded.fits(arguments) else self._call.function
+                self._called[shape] = compiled if compiled and compiled.fits(arguments) else self._call.function
             return self._called[shape](*arguments)
 
     def has_program(self, batch: Batch) -> bool:
@@ -224,15 +224,16 @@ class _Worker:
                 arguments = self._call.arguments(self._arrays(), batch)
                 name = programs.name(function, self._call.model, arguments)
                 kept = None if name is None else compilation_cache.read(name)
+                state, tokens = programs.state(arguments), batch.input_ids.size
                 work: Callable[[], Any]
                 if name is None or kept is None:
-                    work = functools.partial(programs.compile, function.lower(*arguments), name)
+                    work = functools.partial(programs.compile, function.lower(*arguments), name, state, tokens)
                     # Exported programs have been traced already.
                     if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
                         import_mosaic_gpu(dispatch.device())
                 else:
                     (home,) = dispatch.homes(arguments[0])
-                    work = functools.partial(programs.load, name, kept, home, programs.state(arguments))
+                    work = functools.partial(programs.load, name, kept, home, state)
             program = _compilers(is_first=is_first).submit(functools.partial(_after, first, work))
         except jax.errors.JaxRuntimeError as error:
             program.set_exception(error)

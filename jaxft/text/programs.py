@@ -13,7 +13,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
     modules = {type(module).__module__.split(".")[0] for _, module in nnx.iter_modules(model)}
     if getattr(body, "__closure__", ()) is not None or not body.__module__.startswith("jaxft.") or modules - _KNOWN:
         return None
-    if len(homes := dispatch.homes(_arrays(call))) != 1:
+    if len(homes := dispatch.homes(jax.tree.leaves([*call]))) != 1:
         return None
     (home,) = homes
     settings = {
@@ -75,10 +75,6 @@ def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
 _KNOWN = {"jaxft", "flax"}
 
 
-def _arrays(call: Sequence[Any]) -> list[jax.Array]:
-    return [x for x in jax.tree.leaves([*call]) if isinstance(x, jax.Array)]
-
-
 def _described(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x.shape, x.dtype, x.weak_type, x.sharding, x.committed
@@ -97,14 +93,34 @@ def _sources() -> str | None:
     return digest.hexdigest()
 
 
-def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
-    """Compiles a program and stores it under its name. JAX reuses the program when the jitted function is called.
+# XLA compiles some operations in several ways and times them. Programs of few tokens without matmuls of XLA are as fast
+# without it, and are compiled sooner.
+# H200, first query of MiniLM without stored programs: 1.49 s (1.73 s with the timing), 2026-11-29
+# See docs/performance-notes.md, "Start-up: what a program costs".
+_WITHOUT_TIMING = {"xla_gpu_autotune_level": 0}
+_FEW_TOKENS = 256
+_MATMULS = {"stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot"}
+
+
+def compile(lowered: jax.stages.Lowered, name: str | None, state: Any, tokens: int) -> "Program | None":
+    """Compiles a program and stores it under its name.
 
     Of the programs that JAX loads from its own cache, those for CPUs are not stored. XLA serialises them without their
     functions.
+
+    Args:
+      lowered: the program.
+      name: the result of `name`.
+      state: the state of the call that the program was lowered for.
+      tokens: number of tokens of the batch, with padding.
+
+    Returns:
+      The program, if it was compiled with options. Otherwise None, and JAX reuses the program when the jitted function
+      is called.
     """
+    options = _options(lowered, tokens)
     (seen := _seen()).is_new = False
-    compiled = lowered.compile()
+    compiled = lowered.compile(options)
     if name is not None and (seen.is_new or dispatch.platform() != "cpu"):
         try:
             content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
@@ -112,6 +128,21 @@ def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
             _log.info("a compiled program is not stored: %s", error)
         else:
             compilation_cache.write(name, content)
+    return None if options is None else Program(compiled, state)
+
+
+def _options(lowered: jax.stages.Lowered, tokens: int) -> dict[str, Any] | None:
+    """Returns the options of XLA for a program that computes so many tokens."""
+    if dispatch.platform() != "cuda" or tokens > _FEW_TOKENS:
+        return None
+
+    def names(operation: Any) -> Iterator[str]:
+        for inner in (inner.operation for region in operation.regions for block in region for inner in block):
+            yield inner.name
+            yield from names(inner)
+
+    module: Any = lowered.compiler_ir()
+    return _WITHOUT_TIMING if _MATMULS.isdisjoint(names(module.operation)) else None
 
 
 @functools.cache
@@ -126,8 +157,8 @@ def _seen() -> threading.local:
     return seen
 
 
-class Loaded:
-    """A function like the jitted function of a call, for calls of the same `state`, shapes and static arguments."""
+class Program:
+    """A compiled program in place of the jitted function, for calls of one `state`, shapes and static arguments."""
 
     def __init__(self, compiled: Callable[..., Any], state: Any) -> None:
         self._compiled, self._state = compiled, state
@@ -143,8 +174,7 @@ class Loaded:
 
 def state(call: Sequence[Any]) -> Any:
     """Returns what may change between two calls of an encoder: the model's arrays, and JAX's settings in a thread."""
-    arrays = [(x.aval, x.sharding, x.committed) for x in call[0]]
-    return arrays, settings()
+    return [_described(x) for x in call[0]], settings()
 
 
 def settings() -> Any:
@@ -171,7 +201,7 @@ def _host(home: jax.Device) -> str | None:
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU ")))
 
 
-def load(name: str, content: bytes, home: jax.Device, state: Any) -> Loaded | None:
+def load(name: str, content: bytes, home: jax.Device, state: Any) -> Program | None:
     """Returns the program of calls of a `state` on the device `home`, or None if it cannot be loaded."""
     try:
         has_mosaic, program, inputs, outputs = pickle.loads(content)
@@ -185,4 +215,4 @@ def load(name: str, content: bytes, home: jax.Device, state: Any) -> Loaded | No
         if "RESOURCE_EXHAUSTED" not in str(error):
             compilation_cache.remove(name)
         return None
-    return Loaded(compiled, state)
+    return Program(compiled, state)
