@@ -51,8 +51,9 @@ def test_many_parts_take_several_kernels(monkeypatch):
 
 
 def test_long_parts_take_several_programs():
-    """The first part is the shortest, and others end where a program ends or one element later."""
-    tree = [jnp.arange(size, dtype=jnp.float32) + i for i, size in enumerate((5, 2500, 1024, 1025, 2048, 3072))]
+    """Parts end in the middle of a program, at its end and one element later. The last program is full."""
+    tree = [jnp.arange(size, dtype=jnp.float32) + i for i, size in enumerate((5, 1019, 1024, 1025, 2047, 3072))]
+    assert sum(x.size for x in tree) == 8 * split._ELEMENTS
     arrays, rebuild = jaxft.bundle(tree, **FORCED)
     chex.assert_trees_all_equal(rebuild(arrays), tree)
 

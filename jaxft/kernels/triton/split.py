@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 
-_ELEMENTS = 1024  # Elements that a program copies of each of its parts.
-_PARTS = 8  # Parts that a program copies. It starts the reads of all of them before it writes any.
+_ELEMENTS = 1024  # Elements that a program copies.
+_PARTS = 16  # A program skips groups of so many parts if it copies to none of them.
 _MOST = 256  # Parts of one kernel. The arguments of a kernel may take 4 KB.
 
 
@@ -26,18 +27,19 @@ def unsupported(x: Array, name: str = "x") -> str | None:
 
 
 def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
-    place = pl.program_id(0) * _ELEMENTS
-    for first in range(0, len(y_refs), _PARTS):
+    start = begins[0] + pl.program_id(0) * _ELEMENTS
+    places = common.positions(start, _ELEMENTS)
+    values = common.load(x_ref.at[common.span(start, _ELEMENTS)], mask=places < x_ref.shape[0], other=None)
+    parts = [*zip(y_refs, begins, strict=True)]
+    for first in range(0, len(parts), _PARTS):
+        group = parts[first : first + _PARTS]
+        begin, end = group[0][1], group[-1][1] + group[-1][0].shape[0]
 
-        @pl.when(pl.program_id(1) == first // _PARTS)
-        def _(first: int = first) -> None:
-            copies, places = [], common.positions(place, _ELEMENTS)
-            for y_ref, begin in zip(y_refs[first : first + _PARTS], begins[first : first + _PARTS], strict=True):
-                inside = places < y_ref.shape[0]
-                values = common.load(x_ref.at[common.span(begin + place, _ELEMENTS)], mask=inside, other=None)
-                copies.append((y_ref, values, inside))
-            for y_ref, values, inside in copies:
-                common.store(y_ref.at[common.span(place, _ELEMENTS)], values, mask=inside)
+        @pl.when((start < end) & (start + _ELEMENTS > begin))
+        def _(group: Any = group) -> None:
+            for y_ref, begin in group:
+                index = (places - begin).astype(jnp.uint32)  # Places before the part become numbers beyond its end.
+                common.store(y_ref.at[index], values, mask=index < y_ref.shape[0])
 
 
 def split(x: Array, sizes: Sequence[int], *, interpret: bool) -> list[Array]:
@@ -47,7 +49,7 @@ def split(x: Array, sizes: Sequence[int], *, interpret: bool) -> list[Array]:
         some = sizes[first : first + _MOST]
         parts += common.launch(
             functools.partial(_kernel, begins=begins[first : first + _MOST]),
-            (pl.cdiv(max(some), _ELEMENTS), pl.cdiv(len(some), _PARTS)),
+            (pl.cdiv(sum(some), _ELEMENTS),),
             [x],
             [jax.ShapeDtypeStruct((size,), x.dtype) for size in some],
             name="split",
