@@ -1,16 +1,20 @@
 """Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
 
+import functools
 import logging
 import threading
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 
 import peer_models
 import tiny
 from cases import pytest_on
 from jaxft import dispatch
+from jaxft.models import partition_specs
 from jaxft.text import batching, devices, programs
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
@@ -301,6 +305,20 @@ def _ready(lanes):
         return found
 
     return made
+
+
+@several
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Explicit", {}), ("Explicit", {"model_axis": "model"}), ("Auto", {"fsdp": True}),
+])  # fmt: skip
+def test_models_on_a_mesh_compute_on_chosen_devices(kind, options, encoder):
+    expected = encoder.encode(TEXTS[:3])
+    axis = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (axis, axis))
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), partition_specs(encoder.model, **options))
+    nnx.update(encoder.model, jax.device_put(nnx.state(encoder.model), shardings))
+    for chosen in (None, [3]):
+        np.testing.assert_allclose(encoder.encode(TEXTS[:3], devices=chosen), expected, rtol=0, atol=1e-6)
 
 
 @several

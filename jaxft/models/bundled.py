@@ -151,6 +151,7 @@ class Bundled:
         seen, copies = self._copies.get(device, ([], []))
         if not _are(arrays, seen):
             self._copies.pop(device, None)  # frees the memory first
-            copies = jax.device_put(arrays, device)
+            # JAX leaves an Explicit mesh in the types of the copies, but not in the types of their shards.
+            copies = [x.addressable_data(0) for x in jax.device_put(arrays, device)]
             self._copies[device] = [weakref.ref(x) for x in arrays], copies
         return copies
