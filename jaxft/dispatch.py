@@ -162,7 +162,7 @@ def named_devices(where: str, devices: Any) -> list[jax.Device]:
 
 
 def homes(arrays: Iterable[Any]) -> set[jax.Device]:
-    """Returns the devices where arrays are. A NumPy array is on none."""
+    """Returns the devices where arrays are. NumPy arrays are on no device."""
     return {home for x in arrays if isinstance(x, jax.Array) for home in x.devices()}
 
 

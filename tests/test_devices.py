@@ -186,6 +186,17 @@ def test_parameters_are_copied_once(encoder, monkeypatch):
 
 
 @several
+def test_numpy_parameters_changed_in_place_are_copied_again(encoder):
+    bias = encoder.model.layers[0].out_bias
+    bias.set_value(np.zeros(bias.shape, np.float32))
+    before = encoder.encode(TEXTS[:3], devices=[1])
+    bias.get_value()[...] = np.arange(bias.size)
+    found, expected = (encoder.encode(TEXTS[:3], devices=devices) for devices in ([1], None))
+    assert np.abs(found - before).max() > 0.01
+    np.testing.assert_array_equal(found, expected)
+
+
+@several
 def test_parameters_may_be_on_another_device(folder, used, monkeypatch):
     first, *_, last = jax.devices()
     with jax.default_device(last):

@@ -26,7 +26,7 @@ from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncod
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import quantize
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.text import exported
+from jaxft.text import exported, programs
 from jaxft.text.cross_encoder import ACTIVATIONS
 from test_saving import PAIRS, TEXTS, bert, content, embedder, modular_scorer, scorer
 
@@ -103,6 +103,18 @@ def test_exported_folder_gives_the_same_bits(make, tmp_path):
     encoder = make(tmp_path) if make in (colbert, splade) else make()
     encoder.export(tmp_path / "folder", **SIZE)
     loaded = type(encoder).from_exported(tmp_path / "folder")
+    for found, expected in zip(numbers(loaded), numbers(encoder), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+@pytest.mark.parametrize("make", [packed, scorer, colbert, *slow(with_instructions, splade)])
+def test_exported_programs_are_compiled_without_timing(make, tmp_path, monkeypatch):
+    """As on a GPU. What XLA compiled with options then replaces the functions."""
+    monkeypatch.setattr(programs, "_options", lambda *_: programs._WITHOUT_TIMING)
+    encoder = make(tmp_path) if make in (colbert, splade) else make()
+    encoder.export(tmp_path / "folder", **SIZE)
+    loaded = type(encoder).from_exported(tmp_path / "folder")
+    monkeypatch.setattr(exported.Programs, "__call__", None)
     for found, expected in zip(numbers(loaded), numbers(encoder), strict=True):
         np.testing.assert_array_equal(found, expected, strict=True)
 

@@ -289,7 +289,7 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
     function, x = jax.jit(lambda x: x * 3 + 1), np.arange(7.0, dtype=np.float32)
     program = function.lower(x)
     monkeypatch.setattr(jax.stages.Lowered, "as_text", lambda self: text)
-    programs.compile(program, "jaxft-1", None, 64)
+    programs.compile(program, "jaxft-1", None, "cpu", 64)
     content = compilation_cache.read("jaxft-1")
     monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that an import fails
     monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
@@ -323,18 +323,17 @@ def test_new_program_is_kept_whatever_else_jax_reports(folder):
             jax.monitoring.record_event("/jax/another_event")
             return compiled
 
-    programs.compile(Lowered(), "jaxft-2", None, 1000)
+    programs.compile(Lowered(), "jaxft-2", None, "cpu", 64)
     assert compilation_cache.read("jaxft-2") is not None
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
+def test_programs_from_caches_of_jax_are_kept(folder, platform):
     """An upgrade of jaxft changes the name of a program, and JAX may find the program under its own name."""
     function, x = jax.jit(lambda x: x * 7 + 1), np.arange(7.0, dtype=np.float32)
-    programs.compile(function.lower(x), "jaxft-5", None, 64)
+    programs.compile(function.lower(x), "jaxft-5", None, "cpu", 1000)
     jax.clear_caches()
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    programs.compile(function.lower(x), "jaxft-6", None, 64)
+    programs.compile(function.lower(x), "jaxft-6", None, platform, 1000)
     assert (compilation_cache.read("jaxft-6") is not None) == (platform != "cpu")
 
 
@@ -345,51 +344,64 @@ def test_programs_from_caches_of_jax_are_kept(folder, monkeypatch, platform):
     (lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, jnp.sin, x), 64, "cuda", False),
     (lambda x: jnp.convolve(x[0], x[1]), 64, "cuda", False),
 ])  # fmt: skip
-def test_xla_times_no_operations_of_few_tokens_without_matmuls(body, tokens, platform, expected, monkeypatch):
+def test_small_programs_are_compiled_without_timing(body, tokens, platform, expected):
     function, x = jax.jit(body), jnp.ones((8, 8)) / 8
-    lowered, state, result = function.lower(x), programs.state([[x]]), function(x)
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    program = programs.compile(lowered, None, state, tokens)
+    result = function(x)
+    program = programs.compile(function.lower(x), None, programs.state([[x]]), platform, tokens)
     assert (program is not None) == expected
     if program is not None:
         assert program.fits([[x]]) and not program.fits([[np.asarray(x)]])
         np.testing.assert_array_equal(program(x), result)
 
 
-def test_program_without_timing_replaces_the_jitted_function(model, monkeypatch):
-    encoder = SentenceEncoder.from_pretrained(model)
-    expected, compiled, given = encoder.encode(TEXTS[0]), [], jax.stages.Lowered.compile
-    monkeypatch.setattr(programs, "_options", lambda *_: programs._WITHOUT_TIMING)
+def test_program_without_timing_replaces_the_function(model, monkeypatch):
+    expected = SentenceEncoder.from_pretrained(model).encode(TEXTS)
+    tokens, sizes = [], []
     monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda self, options=None: compiled.append(options) or given(self, options)
+        programs, "_options", lambda lowered, platform, count: tokens.append(count) or programs._WITHOUT_TIMING
     )
     encoder = SentenceEncoder.from_pretrained(model)
-    monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed))
+    monkeypatch.setattr(encoder, "_embed", Lowers(encoder._embed, sizes))
     for _ in range(3):
-        np.testing.assert_array_equal(encoder.encode(TEXTS[0]), expected)
+        np.testing.assert_array_equal(encoder.encode(TEXTS), expected)
+    encoder._dealer.wait()
+    assert sorted(tokens) == sorted(sizes) and max(sizes) > len(TEXTS)
     tiny.scale(encoder.model, 0.5)
-    assert np.abs(encoder.encode(TEXTS[0]) - expected).max() > 1e-3
-    assert compiled == [programs._WITHOUT_TIMING]
+    assert np.abs(encoder.encode(TEXTS) - expected).max() > 1e-3
+    assert len(tokens) == len(sizes)
 
 
-class _Lowers:
-    """A jitted function that is lowered and never called."""
+class Lowers:
+    """A jitted function that is lowered and never called. Notes the numbers of tokens."""
 
-    def __init__(self, function):
-        self.lower = function.lower
+    def __init__(self, function, sizes):
+        self.function, self.sizes = function, sizes
+
+    def lower(self, arrays, input_ids, *others):
+        self.sizes.append(input_ids.size)
+        return self.function.lower(arrays, input_ids, *others)
 
 
 @pytest.mark.parametrize("devices", [None, [0]])
-def test_numpy_parameters_with_stored_programs(devices, model, folder):
-    expected = SentenceEncoder.from_pretrained(model).encode(TEXTS[0])
+@pytest.mark.parametrize("options", [{}, {"precision": "int8", "ranges": np.array([[-1.0] * 16, [1.0] * 16])}])
+def test_encoders_with_numpy_parameters_find_programs(options, devices, model, folder):
+    expected = SentenceEncoder.from_pretrained(model).encode(TEXTS[0], **options)
     for _ in range(2):
         encoder = SentenceEncoder.from_pretrained(model)
         for _, value in nnx.iter_graph(encoder.model):
             if isinstance(value, nnx.Param):
                 value.set_value(np.asarray(value.get_value()))
         for text in (TEXTS[0], TEXTS[:1]):
-            found = encoder.encode(text, devices=devices).reshape(expected.shape)
+            found = encoder.encode(text, devices=devices, **options).reshape(expected.shape)
             np.testing.assert_array_equal(found, expected)
+
+
+def test_models_may_have_keys_of_random_numbers(model, folder):
+    expected = SentenceEncoder.from_pretrained(model).encode(TEXTS[0])
+    for _ in range(2):
+        encoder = SentenceEncoder.from_pretrained(model)
+        encoder.model.rngs = nnx.Rngs(0)
+        np.testing.assert_array_equal(encoder.encode(TEXTS[0]), expected)
 
 
 def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):

@@ -98,7 +98,7 @@ def test_similarities_equal_those_of_dense_embeddings(name, encoder, folder):
 
 
 @pytest.mark.parametrize("most", [None, 1, 3, 10, 40])
-def test_of_equal_weights_the_smallest_ids_stay(most):
+def test_ties_keep_the_smallest_ids(most):
     rng = np.random.default_rng(0)
     for weights in rng.integers(0, 5, (50, 30)).astype(np.float32):
         order = sorted(np.flatnonzero(weights), key=lambda i: (-weights[i], i))

@@ -147,9 +147,12 @@ class Bundled:
         return None if any(x is None for x in arrays) else (arrays, last.rebuild, last.is_current)
 
     def on(self, device: jax.Device, arrays: list[Any]) -> list[Any]:
-        """Returns the copies of arrays on a device. They are kept until other arrays are copied there."""
+        """Returns the copies of arrays on a device. They are kept until other arrays are copied there.
+
+        NumPy arrays may be changed in place, so copies of them are not kept.
+        """
         seen, copies = self._copies.get(device, ([], []))
-        if not _are(arrays, seen):
+        if not _are(arrays, seen) or any(isinstance(x, np.ndarray) for x in arrays):
             self._copies.pop(device, None)  # frees the memory first
             # JAX leaves an Explicit mesh in the types of the copies, but not in the types of their shards.
             copies = [x.addressable_data(0) for x in jax.device_put(arrays, device)]

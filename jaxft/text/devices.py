@@ -224,15 +224,16 @@ class _Worker:
                 arguments = self._call.arguments(self._arrays(), batch)
                 name = programs.name(function, self._call.model, arguments)
                 kept = None if name is None else compilation_cache.read(name)
-                state, tokens = programs.state(arguments), batch.input_ids.size
+                state = programs.state(arguments)
                 work: Callable[[], Any]
                 if name is None or kept is None:
-                    work = functools.partial(programs.compile, function.lower(*arguments), name, state, tokens)
+                    lowered, platform = function.lower(*arguments), dispatch.platform()
+                    work = functools.partial(programs.compile, lowered, name, state, platform, batch.input_ids.size)
                     # Exported programs have been traced already.
                     if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
                         import_mosaic_gpu(dispatch.device())
                 else:
-                    (home,) = dispatch.homes(arguments[0])
+                    (home,) = dispatch.homes(jax.tree.leaves([*arguments]))
                     work = functools.partial(programs.load, name, kept, home, state)
             program = _compilers(is_first=is_first).submit(functools.partial(_after, first, work))
         except jax.errors.JaxRuntimeError as error:

@@ -29,7 +29,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.models.bert import BertModel, encoder_of, named_parameters
 from jaxft.ops.bundle import Rebuild, bundle
-from jaxft.text import batching
+from jaxft.text import batching, programs
 from jaxft.text.batching import Batcher
 from jaxft.text.devices import Arguments
 
@@ -148,11 +148,11 @@ class Programs:
 
     def __call__(self, *call: Any) -> Any:
         """Computes the result of a batch."""
-        return self._program(call)(*_given(call))
+        return self._program(call)(*programs.traced(call))
 
     def lower(self, *call: Any) -> jax.stages.Lowered:
         """Lowers the program of a batch, to compile it."""
-        return self._program(call).lower(*_given(call))
+        return self._program(call).lower(*programs.traced(call))
 
     def _program(self, call: Sequence[Any]) -> Any:
         key = _key(call)
@@ -168,7 +168,8 @@ class Programs:
             program = jax.export.deserialize(bytearray(content))
             if b"mosaic_gpu_v2" in program.mlir_module_serialized:
                 support.register_calls()
-            self._programs[key] = jax.jit(program.call)
+            # The same arguments as those of the encoder's own function. An exported program has no None.
+            self._programs[key] = jax.jit(lambda *traced: program.call(*_given(traced)))
         return self._programs[key]
 
 

@@ -77,7 +77,8 @@ _KNOWN = {"jaxft", "flax"}
 
 def _described(x: Any) -> Any:
     if isinstance(x, jax.Array):
-        return x.shape, x.dtype, x.weak_type, x.sharding, x.committed
+        weak = getattr(x, "weak_type", False)  # keys of random numbers have none
+        return x.shape, x.dtype, weak, x.sharding, x.committed
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else x
 
 
@@ -94,7 +95,7 @@ def _sources() -> str | None:
 
 
 # XLA compiles some operations in several ways and times them. Programs of few tokens without matmuls of XLA are as fast
-# without it, and are compiled sooner.
+# without the timing, and are compiled sooner.
 # H200, first query of MiniLM without stored programs: 1.49 s (1.73 s with the timing), 2026-11-29
 # See docs/performance-notes.md, "Start-up: what a program costs".
 _WITHOUT_TIMING = {"xla_gpu_autotune_level": 0}
@@ -102,7 +103,9 @@ _FEW_TOKENS = 256
 _MATMULS = {"stablehlo.dot_general", "stablehlo.convolution", "chlo.ragged_dot"}
 
 
-def compile(lowered: jax.stages.Lowered, name: str | None, state: Any, tokens: int) -> "Program | None":
+def compile(
+    lowered: jax.stages.Lowered, name: str | None, state: Any, platform: str, tokens: int
+) -> "Program | None":  # fmt: skip
     """Compiles a program and stores it under its name.
 
     Of the programs that JAX loads from its own cache, those for CPUs are not stored. XLA serialises them without their
@@ -112,16 +115,17 @@ def compile(lowered: jax.stages.Lowered, name: str | None, state: Any, tokens: i
       lowered: the program.
       name: the result of `name`.
       state: the state of the call that the program was lowered for.
+      platform: the platform that the program was lowered for.
       tokens: number of tokens of the batch, with padding.
 
     Returns:
       The program, if it was compiled with options. Otherwise None, and JAX reuses the program when the jitted function
       is called.
     """
-    options = _options(lowered, tokens)
+    options = _options(lowered, platform, tokens)
     (seen := _seen()).is_new = False
     compiled = lowered.compile(options)
-    if name is not None and (seen.is_new or dispatch.platform() != "cpu"):
+    if name is not None and (seen.is_new or platform != "cpu"):
         try:
             content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
         except Exception as error:  # many types: the program has constants, or the backend cannot serialise
@@ -131,9 +135,9 @@ def compile(lowered: jax.stages.Lowered, name: str | None, state: Any, tokens: i
     return None if options is None else Program(compiled, state)
 
 
-def _options(lowered: jax.stages.Lowered, tokens: int) -> dict[str, Any] | None:
-    """Returns the options of XLA for a program that computes so many tokens."""
-    if dispatch.platform() != "cuda" or tokens > _FEW_TOKENS:
+def _options(lowered: jax.stages.Lowered, platform: str, tokens: int) -> dict[str, Any] | None:
+    """Returns XLA's options for a program that computes `tokens` tokens, or None for the defaults."""
+    if platform != "cuda" or tokens > _FEW_TOKENS:
         return None
 
     def names(operation: Any) -> Iterator[str]:
@@ -169,12 +173,19 @@ class Program:
 
     def __call__(self, *call: Any) -> Any:
         """Computes a call."""
-        return self._compiled(*(x for x in call if not isinstance(x, int | tuple | Rebuild)))  # static arguments
+        return self._compiled(*traced(call))
+
+
+def traced(call: Sequence[Any]) -> list[Any]:
+    """Returns the arguments of a call that are not static."""
+    return [x for x in call if not isinstance(x, int | tuple | Rebuild)]
 
 
 def state(call: Sequence[Any]) -> Any:
     """Returns what may change between two calls of an encoder: the model's arrays, and JAX's settings in a thread."""
-    return [_described(x) for x in call[0]], settings()
+    # The types of JAX's arrays are objects that Python compares in less time than their parts.
+    arrays = [(x.aval, x.sharding, x.committed) if hasattr(x, "aval") else _described(x) for x in call[0]]
+    return arrays, settings()
 
 
 def settings() -> Any:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxft.kernels.triton import common
 
 _ELEMENTS = 1024  # Elements that a program copies.
-_PARTS = 16  # A program skips groups of so many parts if it copies to none of them.
+_PARTS = 16  # Parts of a group. A program skips a group if it copies to none of its parts.
 _MOST = 256  # Parts of one kernel. The arguments of a kernel may take 4 KB.
 
 
@@ -33,9 +33,9 @@ def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
     parts = [*zip(y_refs, begins, strict=True)]
     for first in range(0, len(parts), _PARTS):
         group = parts[first : first + _PARTS]
-        begin, end = group[0][1], group[-1][1] + group[-1][0].shape[0]
+        (_, lowest), (last_ref, last) = group[0], group[-1]
 
-        @pl.when((start < end) & (start + _ELEMENTS > begin))
+        @pl.when((start < last + last_ref.shape[0]) & (start + _ELEMENTS > lowest))
         def _(group: Any = group) -> None:
             for y_ref, begin in group:
                 index = (places - begin).astype(jnp.uint32)  # Places before the part become numbers beyond its end.
