@@ -109,7 +109,7 @@ def test_exported_folder_gives_the_same_bits(make, tmp_path):
 
 @pytest.mark.parametrize("make", [packed, scorer, colbert, *slow(with_instructions, splade)])
 def test_exported_programs_are_compiled_without_timing(make, tmp_path, monkeypatch):
-    """As on a GPU. What XLA compiled with options then replaces the functions."""
+    """Programs that are compiled with options replace the exported functions, as on a GPU."""
     monkeypatch.setattr(programs, "_options", lambda *_: programs._WITHOUT_TIMING)
     encoder = make(tmp_path) if make in (colbert, splade) else make()
     encoder.export(tmp_path / "folder", **SIZE)

@@ -149,7 +149,7 @@ class Bundled:
     def on(self, device: jax.Device, arrays: list[Any]) -> list[Any]:
         """Returns the copies of arrays on a device. They are kept until other arrays are copied there.
 
-        NumPy arrays may be changed in place, so copies of them are not kept.
+        If a NumPy array is among them, each call copies all arrays again, because NumPy arrays may change in place.
         """
         seen, copies = self._copies.get(device, ([], []))
         if not _are(arrays, seen) or any(isinstance(x, np.ndarray) for x in arrays):

@@ -168,7 +168,7 @@ class Programs:
             program = jax.export.deserialize(bytearray(content))
             if b"mosaic_gpu_v2" in program.mlir_module_serialized:
                 support.register_calls()
-            # The same arguments as those of the encoder's own function. An exported program has no None.
+            # A compiled program gets None for each array that a call lacks. `program` has no arguments for them.
             self._programs[key] = jax.jit(lambda *traced: program.call(*_given(traced)))
         return self._programs[key]
 

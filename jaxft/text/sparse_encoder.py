@@ -396,7 +396,8 @@ def _active(weights: np.ndarray, most: int | None) -> _Row:
         found = weights[ids]
         least = np.partition(found, -most)[-most]
         keep = found > least
-        keep[np.flatnonzero(found == least)[: most - keep.sum()]] = True  # of equal weights, those of the smallest ids
+        ties = np.flatnonzero(found == least)  # in ascending order of the ids
+        keep[ties[: most - keep.sum()]] = True
         ids = ids[keep]
     return ids.astype(np.int32), weights[ids]
 
