@@ -1,8 +1,11 @@
 """Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
 
+import contextlib
 import functools
+import gc
 import logging
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -270,6 +273,63 @@ def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
     held.release()
     thread.join()
     assert len(threads) == 2 and threads[0] is threading.current_thread()
+
+
+class _Lowers:
+    """A jitted function. `see` gets the number of the device and the arrays before a program is lowered."""
+
+    def __init__(self, function, see):
+        self._function, self._see = function, see
+
+    def lower(self, arrays, *others):
+        (device,) = arrays[0].devices()
+        self._see(device.id, arrays)
+        return self._function.lower(arrays, *others)
+
+    def __call__(self, *arguments):
+        return self._function(*arguments)
+
+
+@several
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_threads_lower_the_programs_of_other_devices(encoder, monkeypatch, precision):
+    """Lowering may take a second, in which the caller must go on. The caller's settings hold for all devices."""
+
+    def see(device, _):
+        threads.setdefault(device, set()).add(threading.current_thread())
+        settings.add((jax.config.jax_default_matmul_precision, jax.config.jax_default_device))
+
+    threads, settings, caller = {}, set(), threading.current_thread()
+    expected = encoder.encode(TEXTS, batch_size=8)
+    monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed, see))
+    # As if the first device were of another kind than JAX's default device, so that ops must be traced for it.
+    monkeypatch.setattr(dispatch, "_describe", lambda device: dispatch.Device("cpu", f"kind {device.id > 0}", None))
+    with contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision):
+        for _ in range(3):
+            np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[1, 2, 3]), expected)
+            encoder._dealer.wait()
+    assert settings == {(precision or jax.config.jax_default_matmul_precision, jax.devices()[1])}
+    assert threads.keys() == {1, 2, 3} and threads[1] == {caller}
+    assert all((caller in threads[other]) == (precision is not None) for other in (2, 3))
+
+
+@several
+def test_program_that_cannot_be_lowered_leaves_the_device_out(encoder, used, monkeypatch, caplog):
+    def see(device, arrays):
+        if device == 1:
+            seen.extend(map(weakref.ref, arrays))
+            raise ValueError("this device has no program")
+
+    seen = []
+    expected = encoder.encode(TEXTS, batch_size=8)
+    monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed, see))
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+    encoder._dealer.wait()
+    assert {*used} == {jax.devices()[0]} and "not computed on the device" in caplog.text
+    assert "this device has no program" in caplog.text and seen
+    encoder._bundled.on(jax.devices()[1], [np.zeros(1)])  # in place of the copies
+    gc.collect()
+    assert not any(array() is not None for array in seen)
 
 
 class _Never:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ class Dealer:
     """Computes batches of a model on one or several devices.
 
     When a shape first occurs, threads compile its program for each device. The first device computes all batches of
-    that shape until another device has its program. So a call waits only for the programs of the first device.
+    that shape until another device has its program. So a call waits only for the programs of the first device. It
+    traces and lowers these in its own thread. Other threads lower the programs of the other devices.
 
     XLA chooses some algorithms by timing them, once in a process for each kind of device. The program is compiled for
     the first device before it is compiled for the others. The other devices then use the same algorithms, and their
@@ -42,7 +44,9 @@ class Dealer:
         self._bundled = bundled
         # The key is (function, device, shapes and static arguments). None: the function cannot be compiled ahead.
         self._programs: dict[Any, Future[Any] | None] = {}
-        self._guard = threading.Lock()  # held while a program is traced
+        self._guard = threading.Lock()  # held while a program is looked up or started
+        # Held while a thread lowers a program: Python runs one thread at a time, and the caller needs it too.
+        self._lowering = threading.Lock()
         self._without_memory: list[Any] = []  # keys of programs that ran out of memory; the next call tries them again
         self._process = os.getpid()
 
@@ -119,10 +123,23 @@ class Dealer:
         """
         if program.cancelled() or (error := program.exception()) is None:
             return
+        traceback.clear_frames(error.__traceback__)  # they refer to arrays
         if "RESOURCE_EXHAUSTED" in str(error):
             self._without_memory.append(key)
         if device is not None:  # on the first device, the computation itself raises the error
             _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
+
+    def _compile(self, lower: Callable[[], jax.stages.Lowered], chosen: jax.Device | None, *others: Any) -> Any:
+        """Lowers and compiles a program in a thread.
+
+        Args:
+          lower: lowers the program.
+          chosen: the first device of the call. None: no device is chosen.
+          others: the other arguments of `programs.compile`.
+        """
+        with self._lowering, dispatch.traced_for(chosen):
+            lowered = lower()
+        return programs.compile(lowered, *others)
 
     def wait(self) -> None:
         """Waits until all compilations that were started have ended."""
@@ -218,17 +235,22 @@ class _Worker:
         function, is_first = self._call.function, self._leader is None
         if not hasattr(function, "lower"):  # the function is not jitted
             return None
-        program = Future[Any]()
+        program, chosen = Future[Any](), self._call.first
         try:
-            with dispatch.traced_for(self._call.first):
+            # The settings of `with` blocks hold in this thread only.
+            here = is_first or not _settings_are_global()
+            with dispatch.traced_for(chosen):
                 arguments = self._call.arguments(self._arrays(), batch)
                 name = programs.name(function, self._call.model, arguments)
                 kept = None if name is None else compilation_cache.read(name)
                 state = programs.state(arguments)
                 work: Callable[[], Any]
                 if name is None or kept is None:
-                    lowered, platform = function.lower(*arguments), dispatch.platform()
-                    work = functools.partial(programs.compile, lowered, name, state, platform, batch.input_ids.size)
+                    lower, others = functools.partial(function.lower, *arguments), (name, state, dispatch.platform())
+                    if here:
+                        work = functools.partial(programs.compile, lower(), *others, batch.input_ids.size)
+                    else:
+                        work = functools.partial(self._dealer._compile, lower, chosen, *others, batch.input_ids.size)
                     # Exported programs have been traced already.
                     if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
                         import_mosaic_gpu(dispatch.device())
@@ -240,10 +262,15 @@ class _Worker:
             program.set_exception(error)
         except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
             return None
-        # The program keeps this function, and an error of `_after`. They do not refer to the worker, whose arrays would
-        # stay in memory.
+        # The program keeps this function. It does not refer to the worker, whose arrays would stay in memory.
         program.add_done_callback(functools.partial(self._dealer._report, key, None if is_first else self._device))
         return program
+
+
+def _settings_are_global() -> bool:
+    """Returns whether JAX's settings in this thread are those of a new thread."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(programs.settings).result() == programs.settings()
 
 
 def _after(first: Future[Any] | None, work: Callable[[], Any]) -> Any:
