@@ -5,6 +5,7 @@ import functools
 import gc
 import logging
 import threading
+import time
 import weakref
 
 import jax
@@ -276,14 +277,14 @@ def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
 
 
 class _Lowers:
-    """A jitted function. `see` gets the number of the device and the arrays before a program is lowered."""
+    """A jitted function. `see` gets the number of the device before a program is lowered."""
 
     def __init__(self, function, see):
         self._function, self._see = function, see
 
     def lower(self, arrays, *others):
-        (device,) = arrays[0].devices()
-        self._see(device.id, arrays)
+        (device,) = arrays[0].sharding.device_set
+        self._see(device.id)
         return self._function.lower(arrays, *others)
 
     def __call__(self, *arguments):
@@ -295,7 +296,7 @@ class _Lowers:
 def test_threads_lower_the_programs_of_other_devices(encoder, monkeypatch, precision):
     """Lowering may take a second, in which the caller must go on. The caller's settings hold for all devices."""
 
-    def see(device, _):
+    def see(device):
         threads.setdefault(device, set()).add(threading.current_thread())
         settings.add((jax.config.jax_default_matmul_precision, jax.config.jax_default_device))
 
@@ -314,22 +315,64 @@ def test_threads_lower_the_programs_of_other_devices(encoder, monkeypatch, preci
 
 
 @several
-def test_program_that_cannot_be_lowered_leaves_the_device_out(encoder, used, monkeypatch, caplog):
-    def see(device, arrays):
-        if device == 1:
-            seen.extend(map(weakref.ref, arrays))
-            raise ValueError("this device has no program")
+@pytest.mark.parametrize("reason", ["settings", "settings meanwhile", "end"])
+def test_programs_of_other_settings_are_not_used(encoder, monkeypatch, reason):
+    """The caller may change the settings while a thread waits. At the end of the process, nothing new begins."""
 
-    seen = []
+    def see(device):
+        seen.append(device)
+        if device == 1 and reason == "settings meanwhile":
+            jax.config.update("jax_default_matmul_precision", "bfloat16")
+
+    seen, before = [], jax.config.jax_default_matmul_precision
+    expected = encoder.encode(TEXTS, batch_size=8)
+    monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed, see))
+    monkeypatch.setattr(devices, "_ENDS", threading.Event())
+    try:
+        with devices._LOWERING:
+            np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+            if reason == "settings":
+                jax.config.update("jax_default_matmul_precision", "bfloat16")
+            if reason == "end":
+                devices._ENDS.set()
+        encoder._dealer.wait()
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    found = [program.result() for (_, device, *_), program in encoder._dealer._programs.items() if device is not None]
+    assert found and {*found} == {None} and ((1 in seen) == (reason == "settings meanwhile"))
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+
+
+@several
+def test_program_that_cannot_be_lowered_leaves_the_device_out(encoder, used, monkeypatch, caplog):
+    def see(device):
+        if device == 1:
+            raise ValueError("this device has no program") from KeyError("cause")
+
     expected = encoder.encode(TEXTS, batch_size=8)
     monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed, see))
     np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
     encoder._dealer.wait()
-    assert {*used} == {jax.devices()[0]} and "not computed on the device" in caplog.text
-    assert "this device has no program" in caplog.text and seen
+    latest = time.monotonic() + 20
+    while "computed on the device cpu:1: this device has no program" not in caplog.text.lower():
+        assert time.monotonic() < latest
+        time.sleep(0.01)
+    assert {*used} == {jax.devices()[0]}
+    copies = [*map(weakref.ref, encoder._bundled._copies[jax.devices()[1]][1])]
     encoder._bundled.on(jax.devices()[1], [np.zeros(1)])  # in place of the copies
     gc.collect()
-    assert not any(array() is not None for array in seen)
+    assert copies and not any(copy() is not None for copy in copies)
+
+
+@several
+def test_copies_are_freed_while_a_program_waits(encoder):
+    with devices._LOWERING:
+        encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
+        copies = [*map(weakref.ref, encoder._bundled._copies[jax.devices()[1]][1])]
+        encoder._bundled.on(jax.devices()[1], [np.zeros(1)])  # in place of the copies
+        gc.collect()
+        assert copies and not any(copy() is not None for copy in copies)
+    encoder._dealer.wait()
 
 
 class _Never:

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -29,8 +28,8 @@ class Dealer:
     """Computes batches of a model on one or several devices.
 
     When a shape first occurs, threads compile its program for each device. The first device computes all batches of
-    that shape until another device has its program. So a call waits only for the programs of the first device. It
-    traces and lowers these in its own thread. Other threads lower the programs of the other devices.
+    that shape until another device has its program. So a call waits only for the programs of the first device, which
+    the calling thread traces and lowers. Other threads lower the programs of the other devices.
 
     XLA chooses some algorithms by timing them, once in a process for each kind of device. The program is compiled for
     the first device before it is compiled for the others. The other devices then use the same algorithms, and their
@@ -45,8 +44,6 @@ class Dealer:
         # The key is (function, device, shapes and static arguments). None: the function cannot be compiled ahead.
         self._programs: dict[Any, Future[Any] | None] = {}
         self._guard = threading.Lock()  # held while a program is looked up or started
-        # Held while a thread lowers a program: Python runs one thread at a time, and the caller needs it too.
-        self._lowering = threading.Lock()
         self._without_memory: list[Any] = []  # keys of programs that ran out of memory; the next call tries them again
         self._process = os.getpid()
 
@@ -123,23 +120,10 @@ class Dealer:
         """
         if program.cancelled() or (error := program.exception()) is None:
             return
-        traceback.clear_frames(error.__traceback__)  # they refer to arrays
         if "RESOURCE_EXHAUSTED" in str(error):
             self._without_memory.append(key)
         if device is not None:  # on the first device, the computation itself raises the error
             _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
-
-    def _compile(self, lower: Callable[[], jax.stages.Lowered], chosen: jax.Device | None, *others: Any) -> Any:
-        """Lowers and compiles a program in a thread.
-
-        Args:
-          lower: lowers the program.
-          chosen: the first device of the call. None: no device is chosen.
-          others: the other arguments of `programs.compile`.
-        """
-        with self._lowering, dispatch.traced_for(chosen):
-            lowered = lower()
-        return programs.compile(lowered, *others)
 
     def wait(self) -> None:
         """Waits until all compilations that were started have ended."""
@@ -237,40 +221,83 @@ class _Worker:
             return None
         program, chosen = Future[Any](), self._call.first
         try:
-            # The settings of `with` blocks hold in this thread only.
-            here = is_first or not _settings_are_global()
             with dispatch.traced_for(chosen):
                 arguments = self._call.arguments(self._arrays(), batch)
                 name = programs.name(function, self._call.model, arguments)
                 kept = None if name is None else compilation_cache.read(name)
-                state = programs.state(arguments)
-                work: Callable[[], Any]
-                if name is None or kept is None:
-                    lower, others = functools.partial(function.lower, *arguments), (name, state, dispatch.platform())
-                    if here:
-                        work = functools.partial(programs.compile, lower(), *others, batch.input_ids.size)
-                    else:
-                        work = functools.partial(self._dealer._compile, lower, chosen, *others, batch.input_ids.size)
-                    # Exported programs have been traced already.
-                    if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
-                        import_mosaic_gpu(dispatch.device())
+                state, machine = programs.state(arguments), dispatch.device()
+            work: Callable[[], Any]
+            if name is not None and kept is not None:
+                (home,) = dispatch.homes(jax.tree.leaves([*arguments]))
+                work = functools.partial(programs.load, name, kept, home, state)
+            else:
+                others = name, state, machine.platform, batch.input_ids.size
+                if is_first or not _settings_are_global():  # the settings of `with` blocks hold in this thread only
+                    with dispatch.traced_for(chosen):
+                        work = functools.partial(programs.compile, function.lower(*arguments), *others)
                 else:
-                    (home,) = dispatch.homes(jax.tree.leaves([*arguments]))
-                    work = functools.partial(programs.load, name, kept, home, state)
+                    lower = functools.partial(function.lower, *map(_without_data, arguments))
+                    work = functools.partial(_lower_and_compile, lower, chosen, *others)
+                # Exported programs have been traced already.
+                if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
+                    import_mosaic_gpu(machine)
             program = _compilers(is_first=is_first).submit(functools.partial(_after, first, work))
         except jax.errors.JaxRuntimeError as error:
-            program.set_exception(error)
+            program.set_exception(error.with_traceback(None))  # the frames refer to arrays
         except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
             return None
-        # The program keeps this function. It does not refer to the worker, whose arrays would stay in memory.
+        # The program keeps this function, and an error of `_after`. They do not refer to the worker, whose arrays would
+        # stay in memory.
         program.add_done_callback(functools.partial(self._dealer._report, key, None if is_first else self._device))
         return program
 
 
 def _settings_are_global() -> bool:
-    """Returns whether JAX's settings in this thread are those of a new thread."""
+    """Returns whether the settings of this thread are those of a new thread."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(programs.settings).result() == programs.settings()
+
+
+def _without_data(argument: Any) -> Any:
+    """Returns an argument of a jitted function with the types of JAX's arrays in place of the arrays."""
+
+    def type_of(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        weak = getattr(x, "weak_type", False)  # keys of random numbers have none
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=weak)
+
+    return jax.tree.map(type_of, argument)
+
+
+def _lower_and_compile(
+    lower: Callable[[], jax.stages.Lowered], chosen: jax.Device | None, name: str | None, state: Any, *others: Any
+) -> Any:
+    """Lowers and compiles a program in a thread.
+
+    Args:
+      lower: lowers the program.
+      chosen: the first device of the call. None: no device is chosen.
+      name: the name of the program, as for `programs.compile`.
+      state: the state that the program is lowered for.
+      others: the other arguments of `programs.compile`.
+
+    Returns:
+      The result of `programs.compile`. None if the program must not be used: the process ends, or the user has changed
+      the settings since the name and the state were made. The call of the jitted function then compiles the program.
+    """
+    with _LOWERING, dispatch.traced_for(chosen):
+        if _ENDS.is_set() or not programs.has_settings_of(state):
+            return None
+        lowered = lower()
+        if not programs.has_settings_of(state):
+            return None
+    return programs.compile(lowered, name, state, *others)
+
+
+# Held while a thread lowers a program: Python runs one thread at a time, so two would take more time from the caller.
+_LOWERING = threading.Lock()
+_ENDS = threading.Event()  # set when the process ends
 
 
 def _after(first: Future[Any] | None, work: Callable[[], Any]) -> Any:
@@ -357,9 +384,12 @@ def _compilers(*, is_first: bool) -> ThreadPoolExecutor:
     """
     threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
     if not is_first:
+
+        def end() -> None:
+            _ENDS.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+
         # At the end of the process, cancel the queued compilations instead of waiting for them. `atexit` would be too
         # late: it runs after the threads have ended.
-        threading._register_atexit(  # type: ignore[attr-defined]
-            functools.partial(threads.shutdown, wait=False, cancel_futures=True)
-        )
+        threading._register_atexit(end)  # type: ignore[attr-defined]
     return threads

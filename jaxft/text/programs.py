@@ -188,6 +188,11 @@ def state(call: Sequence[Any]) -> Any:
     return arrays, settings()
 
 
+def has_settings_of(state: Any) -> bool:
+    """Returns whether the settings of this thread are those of a state."""
+    return bool(settings() == state[1])
+
+
 def settings() -> Any:
     """Returns the settings of this thread that a trace depends on."""
     return _settings()(jax.config), jax.sharding.get_abstract_mesh(), dispatch.device()
