@@ -344,14 +344,18 @@ def test_programs_of_other_settings_are_not_used(encoder, monkeypatch, reason):
 
 
 @several
-def test_program_that_cannot_be_lowered_leaves_the_device_out(encoder, used, monkeypatch, caplog):
+@pytest.mark.parametrize(("kind", "precision"), [(ValueError, None), (jax.errors.JaxRuntimeError, "bfloat16")])
+def test_program_that_cannot_be_lowered_leaves_the_device_out(encoder, used, monkeypatch, caplog, kind, precision):
+    """A thread lowers the program, or the caller if it has settings of its own. The error keeps no arrays."""
+
     def see(device):
         if device == 1:
-            raise ValueError("this device has no program") from KeyError("cause")
+            raise kind("this device has no program") from KeyError("cause")
 
     expected = encoder.encode(TEXTS, batch_size=8)
     monkeypatch.setattr(encoder, "_embed", _Lowers(encoder._embed, see))
-    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+    with contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision):
+        np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
     encoder._dealer.wait()
     latest = time.monotonic() + 20
     while "computed on the device cpu:1: this device has no program" not in caplog.text.lower():

@@ -236,7 +236,7 @@ class Lane:
                 for work in self.in_flight:
                     work.reading = self._reader.submit(read, work)
                 starter = ThreadPoolExecutor(max_workers=1)
-                if starter.submit(self._settings).result() == self._settings():
+                if is_equal_in(starter, self._settings):
                     self._starter = starter
                 else:
                     starter.shutdown()
@@ -257,6 +257,11 @@ class Lane:
         for thread in (self._starter, self._reader):
             if thread is not None:
                 thread.shutdown(cancel_futures=True)
+
+
+def is_equal_in(threads: ThreadPoolExecutor, settings: Callable[[], Any]) -> bool:
+    """Returns whether `settings` returns the same in a thread of the pool as in the calling thread."""
+    return bool(threads.submit(settings).result() == settings())
 
 
 def _platform(x: jax.Array | np.ndarray) -> str:

@@ -17,9 +17,13 @@ from jaxft.kernels.mosaic_gpu import support
 from jaxft.models.bundled import Bundled
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import programs
-from jaxft.text.batching import Batch, Lane, is_terminal, progress_bar
+from jaxft.text.batching import Batch, Lane, is_equal_in, is_terminal, progress_bar
 
 Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # makes the arguments of the jitted function
+
+# Held while a thread lowers a program: Python runs one thread at a time, so two would take more time from the caller.
+_LOWERING = threading.Lock()
+_ENDS = threading.Event()  # set when the process ends
 
 _log = logging.getLogger("jaxft")
 
@@ -236,7 +240,7 @@ class _Worker:
                     with dispatch.traced_for(chosen):
                         work = functools.partial(programs.compile, function.lower(*arguments), *others)
                 else:
-                    lower = functools.partial(function.lower, *map(_without_data, arguments))
+                    lower = functools.partial(function.lower, *jax.tree.map(_without_data, arguments))
                     work = functools.partial(_lower_and_compile, lower, chosen, *others)
                 # Exported programs have been traced already.
                 if self._dealer._bundled.implementation != "xla" and hasattr(function, "trace"):
@@ -253,21 +257,16 @@ class _Worker:
 
 
 def _settings_are_global() -> bool:
-    """Returns whether the settings of this thread are those of a new thread."""
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(programs.settings).result() == programs.settings()
+    """Returns whether a new thread has the same settings as the calling thread."""
+    with ThreadPoolExecutor(1) as threads:
+        return is_equal_in(threads, programs.settings)
 
 
-def _without_data(argument: Any) -> Any:
-    """Returns an argument of a jitted function with the types of JAX's arrays in place of the arrays."""
-
-    def type_of(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        weak = getattr(x, "weak_type", False)  # keys of random numbers have none
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=weak)
-
-    return jax.tree.map(type_of, argument)
+def _without_data(x: Any) -> Any:
+    """Returns the type of a JAX array, with which a jitted function can be lowered. Returns other values unchanged."""
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=jax.typeof(x).weak_type)
 
 
 def _lower_and_compile(
@@ -293,11 +292,6 @@ def _lower_and_compile(
         if not programs.has_settings_of(state):
             return None
     return programs.compile(lowered, name, state, *others)
-
-
-# Held while a thread lowers a program: Python runs one thread at a time, so two would take more time from the caller.
-_LOWERING = threading.Lock()
-_ENDS = threading.Event()  # set when the process ends
 
 
 def _after(first: Future[Any] | None, work: Callable[[], Any]) -> Any:

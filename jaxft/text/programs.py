@@ -77,8 +77,8 @@ _KNOWN = {"jaxft", "flax"}
 
 def _described(x: Any) -> Any:
     if isinstance(x, jax.Array):
-        weak = getattr(x, "weak_type", False)  # keys of random numbers have none
-        return x.shape, x.dtype, weak, x.sharding, x.committed
+        # Keys of random numbers have no `weak_type`, but their types do.
+        return x.shape, x.dtype, jax.typeof(x).weak_type, x.sharding, x.committed
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else x
 
 
@@ -189,7 +189,7 @@ def state(call: Sequence[Any]) -> Any:
 
 
 def has_settings_of(state: Any) -> bool:
-    """Returns whether the settings of this thread are those of a state."""
+    """Returns whether the calling thread has the settings for which `state` was made."""
     return bool(settings() == state[1])
 
 
